@@ -1,0 +1,40 @@
+"""Distributed Shampoo and its family as optax gradient transforms."""
+
+from shampoo_optax._alias import fill_absent, shampoo, soap
+from shampoo_optax._averaging import (
+    IterateAveragingState,
+    ScaleByMomentumState,
+    eval_params,
+    primal_averaging,
+    scale_by_momentum,
+    schedule_free,
+    train_params,
+)
+from shampoo_optax._config import Blocking, Eigh, PseudoInverse
+from shampoo_optax._decay import DecayWeightsState, decay_weights
+from shampoo_optax._shampoo import ScaleByShampooState, scale_by_shampoo
+from shampoo_optax._soap import ScaleBySoapState, scale_by_soap
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Blocking",
+    "DecayWeightsState",
+    "Eigh",
+    "IterateAveragingState",
+    "PseudoInverse",
+    "ScaleByMomentumState",
+    "ScaleByShampooState",
+    "ScaleBySoapState",
+    "decay_weights",
+    "eval_params",
+    "fill_absent",
+    "primal_averaging",
+    "scale_by_momentum",
+    "scale_by_shampoo",
+    "scale_by_soap",
+    "schedule_free",
+    "shampoo",
+    "soap",
+    "train_params",
+]

@@ -1,0 +1,147 @@
+"""Filtered gradients, and the diagonal methods whose step size is grafted."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from shampoo_optax._blocking import Plan, Stacks
+from shampoo_optax._config import Options, is_static
+from shampoo_optax._factors import per_slot
+
+
+def keeps_filtered(options: Options) -> bool:
+    """Whether a moving average of the gradient is part of the state."""
+    return not is_static(options.b1, 0)
+
+
+def keeps_moments(options: Options) -> bool:
+    """Whether grafting has second moments of its own."""
+    return options.graft not in (None, "sgd")
+
+
+def zero_blocks(plan: Plan) -> Stacks:
+    """A zero for every entry of every block, `{stack: [n, *block]}`."""
+    return {
+        name: jnp.zeros((stack.slots, *stack.block), stack.dtype)
+        for name, stack in plan.stacks.items()
+    }
+
+
+def filter_gradient(
+    filtered: Stacks, blocks: Stacks, usable: dict, count: jax.Array, options: Options
+) -> tuple[Stacks, Stacks]:
+    r"""The gradient that is preconditioned, and the moving average that is kept.
+
+    Used now: :math:`b_3 \tilde G + (1 - b_3) G`, divided by
+    :math:`1 - b_3 b_1^{t-1}` with bias correction; kept:
+    :math:`b_1 \tilde G + (1 - b_1) G`.
+
+    Args:
+      filtered: `{stack: [n, *block]}`, or empty where b1 = 0.
+      blocks: the gradient, `{stack: [n, *block]}`, zero in unusable slots.
+      usable: `{stack: [n]}`; the average of other slots stays as it is.
+      count: the number t of this step, from 1.
+      options: the transform's arguments.
+
+    Returns:
+      the filtered gradient used now, and the new averages.
+    """
+    if not keeps_filtered(options):
+        return blocks, filtered
+    b3 = options.b1 if options.b3 is None else options.b3
+    used, kept = {}, {}
+    for name, block in blocks.items():
+        dtype, old = block.dtype, filtered[name]
+        early, late = jnp.asarray(b3, dtype), jnp.asarray(options.b1, dtype)
+        mixed = early * old + jnp.asarray(1 - b3, dtype) * block
+        if options.bias_correction:
+            mixed = mixed / (1 - early * late ** (count - 1).astype(dtype))
+        used[name] = mixed
+        average = late * old + jnp.asarray(1 - options.b1, dtype) * block
+        kept[name] = jnp.where(per_slot(usable[name], old), average, old)
+    return used, kept
+
+
+def accumulate(
+    moment: jax.Array,
+    block: jax.Array,
+    usable: jax.Array,
+    decay: ArrayLike,
+    weight: ArrayLike,
+) -> jax.Array:
+    """`decay * moment + weight * block**2` in usable slots, `[n, *block]`.
+
+    Sums are held below the largest number of the dtype, so that they stay finite.
+    """
+    keep = jnp.where(usable, jnp.asarray(decay, moment.dtype), 1)
+    square = jnp.asarray(weight, moment.dtype) * jnp.square(block)
+    total = per_slot(keep, moment) * moment + square
+    return jnp.minimum(total, jnp.finfo(moment.dtype).max)
+
+
+def update_moments(
+    moments: Stacks, blocks: Stacks, usable: dict, options: Options
+) -> Stacks:
+    """Accumulates the squared gradient as the grafted method does."""
+    adagrad = options.graft == "adagrad"
+    b2 = options.b2 if options.graft_b2 is None else options.graft_b2
+    decay = 1.0 if adagrad else b2
+    weight = 1.0 if adagrad or options.graft_drop_weighting else 1 - b2
+    return {
+        name: accumulate(moment, blocks[name], usable[name], decay, weight)
+        for name, moment in moments.items()
+    }
+
+
+def graft_direction(
+    moments: Stacks, used: Stacks, count: jax.Array, options: Options
+) -> Stacks:
+    r"""The grafted method's own direction, :math:`\tilde G / (\sqrt V + \epsilon_g)`.
+
+    Adam divides V by :math:`1 - b_{2g}^t` first; SGD gives the filtered gradient.
+    """
+    if not keeps_moments(options):
+        return used
+    b2 = options.b2 if options.graft_b2 is None else options.graft_b2
+
+    def direction(name, gradient):
+        dtype, moment = gradient.dtype, moments[name]
+        if options.graft == "adam" and not options.graft_drop_weighting:
+            moment = moment / (1 - jnp.asarray(b2, dtype) ** count.astype(dtype))
+        scale = jnp.sqrt(moment) + jnp.asarray(options.graft_eps, dtype)
+        return gradient / jnp.where(scale > 0, scale, 1)
+
+    return {name: direction(name, gradient) for name, gradient in used.items()}
+
+
+def graft_norms(direction: Stacks, magnitude: Stacks) -> Stacks:
+    """Gives each block of `direction` the norm of the same block of `magnitude`."""
+
+    def norms(block):
+        axes = tuple(range(1, block.ndim))
+        return jnp.sqrt(jnp.sum(jnp.square(block), axis=axes))
+
+    def graft(block, target):
+        ratio = norms(target) / (norms(block) + jnp.asarray(1e-16, block.dtype))
+        return block * per_slot(ratio, block)
+
+    return {name: graft(block, magnitude[name]) for name, block in direction.items()}
+
+
+def graft(
+    direction: Stacks,
+    moments: Stacks,
+    used: Stacks,
+    count: jax.Array,
+    started: jax.Array,
+    options: Options,
+) -> Stacks:
+    """The direction with the grafted norms; before the start, the grafted one."""
+    if options.graft is None:
+        return direction
+    magnitude = graft_direction(moments, used, count, options)
+    grafted = graft_norms(direction, magnitude)
+    return {
+        name: jnp.where(started, block, magnitude[name])
+        for name, block in grafted.items()
+    }

@@ -1,0 +1,65 @@
+"""Recomputing what is derived from factors: one batched call a side, guarded."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from shampoo_optax._factors import AxisStacks, per_slot
+
+
+def refresh(
+    factors: AxisStacks,
+    derived: AxisStacks,
+    failures: dict[str, jax.Array],
+    usable: dict[str, jax.Array],
+    compute: Callable[[jax.Array, list[tuple[str, str, int]]], tuple],
+    max_residual: float,
+) -> tuple[AxisStacks, dict[str, jax.Array]]:
+    """Recomputes the matrices derived from the factors of all usable slots.
+
+    A matrix stays as it was where its block has no usable gradient at this step,
+    where its factor is zero, and where the new one is not finite or has too large
+    a residual; the last is counted, once a block.
+
+    Args:
+      factors: `{stack: {axis: [n, d, d]}}`.
+      derived: like `factors`, the previous roots or bases.
+      failures: `{stack: [n]}`, int32.
+      usable: `{stack: [n]}`, bool.
+      compute: maps all factors of one side `[N, d, d]`, and the list of the
+        (stack, axis, slots) that they come from, to the new matrices and their
+        residuals `[N]`.
+      max_residual: the largest residual that is not refused.
+
+    Returns:
+      the new matrices and the new counts of failures.
+    """
+    fresh = {name: dict(axes) for name, axes in derived.items()}
+    failed = {name: jnp.zeros_like(usable[name]) for name in factors}
+    for members in _by_side(factors).values():
+        batch = jnp.concatenate([factors[name][axis] for name, axis, _ in members])
+        matrices, residuals = compute(batch, members)
+        sound = jnp.all(jnp.isfinite(matrices), axis=(1, 2))
+        sound &= residuals <= max_residual
+        alive = jnp.trace(batch, axis1=1, axis2=2) > 0
+        stop = 0
+        for name, axis, slots in members:
+            start, stop = stop, stop + slots
+            tried = usable[name] & alive[start:stop]
+            taken = per_slot(tried & sound[start:stop], batch)
+            fresh[name][axis] = jnp.where(
+                taken, matrices[start:stop], derived[name][axis]
+            )
+            failed[name] |= tried & ~sound[start:stop]
+    return fresh, {name: failures[name] + failed[name] for name in failures}
+
+
+def _by_side(factors: AxisStacks) -> dict:
+    """Groups the (stack, axis, slots) of all factors by side and dtype."""
+    groups = {}
+    for name, axes in factors.items():
+        for axis, factor in axes.items():
+            group = groups.setdefault((factor.shape[-1], factor.dtype), [])
+            group.append((name, axis, len(factor)))
+    return groups

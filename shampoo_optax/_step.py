@@ -1,0 +1,147 @@
+"""The parts of a step that all Kronecker-factored transforms share."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from shampoo_optax._blocking import Plan, Stacks
+from shampoo_optax._config import Options
+from shampoo_optax._factors import (
+    AxisStacks,
+    factored_axes,
+    full_axes,
+    per_slot,
+    update_factors,
+    usable_slots,
+    zeros,
+)
+from shampoo_optax._gradients import Gradients, next_count, read_gradients
+from shampoo_optax._grafting import (
+    filter_gradient,
+    graft,
+    keeps_filtered,
+    keeps_moments,
+    update_moments,
+    zero_blocks,
+)
+
+
+def shared_state(plan: Plan, options: Options) -> dict[str, Any]:
+    """The initial values of the fields that all states share."""
+    axes = factored_axes(plan, options)
+    slots = {name: np.int32(stack.slots) for name, stack in plan.stacks.items()}
+    counters = {name: jnp.zeros(n, jnp.int32) for name, n in slots.items()}
+    return dict(
+        count=jnp.zeros((), jnp.int32),
+        factors=full_axes(plan, axes, zeros),
+        graft_moments=zero_blocks(plan) if keeps_moments(options) else {},
+        filtered=zero_blocks(plan) if keeps_filtered(options) else {},
+        failures={name: counters[name] for name in axes},
+        skipped={name: jnp.zeros_like(counter) for name, counter in counters.items()},
+    )
+
+
+def stand_in(state_type: type, plan: Plan) -> Any:
+    """The state of a tree without blocks: an array in the place of every dict.
+
+    `optax.tree.map_params` calls `init` on such a tree, and takes what is one
+    array there for a part that does not mirror the parameters.
+    """
+    if plan.stacks:
+        return None
+    return state_type(*(jnp.zeros((), jnp.int32) for _ in state_type._fields))
+
+
+class Step(NamedTuple):
+    """What is known of a step before roots or bases are looked at."""
+
+    gradients: Gradients
+    count: jax.Array  # [], int32: this step's number t, from 1
+    blocks: Stacks  # the gradient, zero in unusable slots
+    usable: dict[str, jax.Array]  # {stack: [n]}, bool
+    factors: AxisStacks  # with this step's statistics
+    refresh: jax.Array  # [], bool
+    started: jax.Array  # [], bool
+
+
+def begin(
+    updates: optax.Updates, state: Any, params: optax.Params | None, options: Options
+) -> Step:
+    """Reads the gradients, finds the usable slots, and updates the factors."""
+    gradients = read_gradients(updates, params, options.blocking)
+    _check_state(gradients.plan, state)
+    count = next_count(state.count)
+    usable = usable_slots(
+        gradients.plan, gradients.present, gradients.blocks, state.factors
+    )
+    blocks = {
+        name: jnp.where(per_slot(usable[name], block), block, 0)
+        for name, block in gradients.blocks.items()
+    }
+    factors = update_factors(state.factors, blocks, usable, options)
+    every = jnp.asarray(options.refresh_every, jnp.int32)
+    start = every if options.start is None else jnp.asarray(options.start, jnp.int32)
+    due = (count == start) | ((count > start) & (count % every == 0))
+    return Step(gradients, count, blocks, usable, factors, due, count >= start)
+
+
+def _check_state(plan: Plan, state: Any) -> None:
+    """Refuses gradients that are cut otherwise than the state."""
+    slots = (
+        {} if not plan.stacks else {k: v.shape[-1] for k, v in state.skipped.items()}
+    )
+    wanted = {name: stack.slots for name, stack in plan.stacks.items()}
+    if slots != wanted:
+        raise ValueError(
+            "`updates` must have the shapes and dtypes of the parameters given to "
+            f"`init` (pass `params` if they differ), got blocks {wanted} for {slots}."
+        )
+
+
+def refresh_if_due(step: Step, refresh: Callable, *derived: Any) -> Any:
+    """Calls `refresh(*derived)` at a refresh, else returns `derived`."""
+    return jax.lax.cond(step.refresh, refresh, lambda *kept: kept, *derived)
+
+
+def finish(
+    step: Step, state: Any, options: Options, direct: Callable[[Stacks], Stacks]
+) -> tuple[optax.Updates, dict[str, Any]]:
+    """Filters the gradient, takes its direction, grafts, and pastes.
+
+    Args:
+      step: the step begun.
+      state: the state before the step.
+      options: the transform's arguments.
+      direct: maps the filtered gradient to its direction, in block space.
+
+    Returns:
+      the tree of directions, and the new values of the fields that all states
+      share.
+    """
+    usable = step.usable
+    moments = update_moments(state.graft_moments, step.blocks, usable, options)
+    used, filtered = filter_gradient(
+        state.filtered, step.blocks, usable, step.count, options
+    )
+    direction = graft(direct(used), moments, used, step.count, step.started, options)
+    direction = {
+        name: jnp.where(per_slot(usable[name], block), block, 0)
+        for name, block in direction.items()
+    }
+    present = step.gradients.present
+    skipped = {
+        name: counter + (present[name] & ~usable[name])
+        for name, counter in state.skipped.items()
+    }
+    fields = dict(
+        count=step.count,
+        factors=step.factors,
+        graft_moments=moments,
+        filtered=filtered,
+        skipped=skipped,
+    )
+    return step.gradients.paste(direction), fields
