@@ -1,6 +1,6 @@
 """Ready optimizers: chains of the transforms and nothing else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -29,6 +29,25 @@ Mask = Any | Callable[[optax.Params], Any]
 
 
 def fill_absent() -> optax.GradientTransformationExtraArgs:
+    """Makes the updates of absent gradients 0.
+
+    Last in a chain, after transforms that leave `None` as `None`; then
+    `optax.apply_updates` takes the result. Needs `params` in `update`; without them
+    the updates pass as they are.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` without state.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> tx = so.fill_absent()
+      >>> params = {"seen": jnp.ones(2), "unseen": jnp.ones(2)}
+      >>> updates = {"seen": jnp.ones(2), "unseen": None}
+      >>> tx.update(updates, tx.init(params), params)[0]["unseen"].tolist()
+      [0.0, 0.0]
+    """
+
     def init_fn(params: optax.Params) -> optax.EmptyState:
         del params
         return optax.EmptyState()
@@ -110,9 +129,92 @@ def shampoo(
     nesterov: bool = False,
     decay: Decay = "decoupled",
     peak_learning_rate: ArrayLike | None = None,
-    root: Root = Eigh(),  # noqa: B008
-    blocking: Blocking = Blocking(),  # noqa: B008
+    root: Root = Eigh(),
+    blocking: Blocking = Blocking(),
 ) -> optax.GradientTransformationExtraArgs:
+    r"""Distributed Shampoo with grafting, decay, momentum and a step size.
+
+    The chain of :func:`scale_by_shampoo`, :func:`decay_weights` (before it for
+    `"l2"`), :func:`scale_by_momentum`, the step size :math:`-\eta_t` and
+    :func:`fill_absent`. A model that trains with `optax.adamw` trains with the same
+    line and this name: the default grafting gives every block Adam's step size.
+
+    Args:
+      learning_rate: a number >= 0, or a schedule that maps the number of steps taken
+        to one.
+      b1: decay rate of the filtered gradient, in [0, 1); 0 takes the gradient as it
+        is and stores nothing. Default 0.9.
+      b2: decay rate of the factors, in [0, 1]; 1 makes them sums, as AdaGrad does.
+        Default 0.99.
+      eps: ridge added to the eigenvalues of a factor, >= 0, in units of the squared
+        gradient. Default 0.
+      weight_decay: the lambda of the decay, >= 0. Default 0.
+      mask: which parameters decay: a tree of booleans like the parameters, or a prefix
+        of one, or a function from parameters to one. Default `None`: all.
+      relative_eps: ridge in units of a factor's largest eigenvalue, >= 0; the larger
+        ridge counts. Default `None`: 1e-6 with `Eigh`, 0 with `PseudoInverse`.
+      b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
+        looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
+      refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
+      start: step of the first refresh, an integer >= `refresh_every`, which `None`
+        stands for; until then the grafted method alone moves the parameters, or
+        the plain gradient where there is none. Default `None`.
+      bias_correction: whether factors and filtered gradient are divided by the sum of
+        their weights. Adam's grafted moments always are. Default `True`.
+      exponents: overrides of e by the order of a block, `{order: e}` or
+        `{order: {axis: e}}` with e >= 0; an axis with 0 has no factor and is left
+        alone. Default `None`: 1 / (2 * order).
+      graft: the method whose step size each block takes: `"adam"`, `"rmsprop"`,
+        `"adagrad"`, `"sgd"`, or `None`. Default `"adam"`.
+      graft_b2: decay rate of the grafted second moments, in [0, 1); `None` stands for
+        `b2`. Default `None`.
+      graft_eps: added to the root of the grafted second moments, >= 0. Default 1e-8.
+      momentum: the mu of :func:`scale_by_momentum`, in [0, 1]; 0 keeps no buffer.
+        Default 0.
+      dampening: the delta of :func:`scale_by_momentum`, in [0, 1]. Default 0.
+      nesterov: whether momentum looks ahead. Default `False`.
+      decay: `"decoupled"`, `"corrected"` or `"independent"`, as in
+        :func:`decay_weights`, or `"l2"`, which adds to the gradient. Default
+        `"decoupled"`.
+      peak_learning_rate: the largest learning rate, > 0, for corrected and independent
+        decay; `None` stands for `learning_rate` where that is a number. Default
+        `None`.
+      root: how inverse roots are computed, an :class:`Eigh` or a
+        :class:`PseudoInverse`. Default `Eigh()`.
+      blocking: how parameters are merged and cut, a :class:`Blocking`. Default
+        `Blocking()`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`. Updates have the shapes and dtypes of
+      the gradients.
+
+    Raises:
+      ValueError: if an argument has a value other than those above; in `init` or
+        `update`, if a leaf is not a real floating-point array, or the gradients'
+        paths or shapes are not those of the parameters,
+        or weight decay is asked for without `params`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import shampoo_optax as so
+      >>> tx = so.shampoo(learning_rate=0.1, refresh_every=2)
+      >>> f = lambda w: jnp.sum(w**2)
+      >>> w = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> state = tx.init(w)
+      >>> for _ in range(5):
+      ...     updates, state = tx.update(jax.grad(f)(w), state, w)
+      ...     w = optax.apply_updates(w, updates)
+      ...     print(f"{f(w):.2f}")
+      28.04
+      26.48
+      24.92
+      23.44
+      21.88
+
+    References:
+      Shi et al., A Distributed Data-Parallel PyTorch Implementation of the
+      Distributed Shampoo Optimizer, 2023, https://arxiv.org/abs/2309.06497.
+    """
     direction = scale_by_shampoo(
         b1,
         b2,
@@ -150,20 +252,86 @@ def soap(
     weight_decay: ArrayLike = 0.0,
     mask: Mask | None = None,
     *,
-    exponent: ArrayLike = 0.5,
+    exponents: Mapping[int, float] | None = None,
     b3: ArrayLike | None = None,
     refresh_every: ArrayLike = 10,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     decay: Decay = "decoupled",
     peak_learning_rate: ArrayLike | None = None,
-    blocking: Blocking = Blocking(),  # noqa: B008
+    blocking: Blocking = Blocking(),
 ) -> optax.GradientTransformationExtraArgs:
+    r"""SOAP with decay and a step size.
+
+    The chain of :func:`scale_by_soap`, :func:`decay_weights` (before it for `"l2"`),
+    the step size :math:`-\eta_t` and :func:`fill_absent`.
+
+    Args:
+      learning_rate: a number >= 0, or a schedule that maps the number of steps taken
+        to one.
+      b1: decay rate of the filtered gradient, in [0, 1); 0 takes the gradient as it
+        is and stores nothing. Default 0.9.
+      b2: decay rate of the factors, in [0, 1]; 1 makes them sums, as AdaGrad does.
+        Default 0.99.
+      eps: added to the root of the second moments, >= 0. Default 1e-8.
+      weight_decay: the lambda of the decay, >= 0. Default 0.
+      mask: which parameters decay: a tree of booleans like the parameters, or a prefix
+        of one, or a function from parameters to one. Default `None`: all.
+      exponents: overrides of p by the order of a block, `{order: p}` with p >= 0.
+        Default `None`: 1/2.
+      b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
+        looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
+      refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
+      start: step of the first refresh, an integer >= `refresh_every`, which `None`
+        stands for; until then the grafted method alone moves the parameters, or
+        Adam in the unrotated basis where there is none. Default `None`.
+      bias_correction: whether factors and filtered gradient are divided by the sum of
+        their weights. Adam's grafted moments always are. Default `True`.
+      decay: `"decoupled"`, `"corrected"` or `"independent"`, as in
+        :func:`decay_weights`, or `"l2"`, which adds to the gradient. Default
+        `"decoupled"`.
+      peak_learning_rate: the largest learning rate, > 0, for corrected and independent
+        decay; `None` stands for `learning_rate` where that is a number. Default
+        `None`.
+      blocking: how parameters are merged and cut, a :class:`Blocking`. Default
+        `Blocking()`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`. Updates have the shapes and dtypes of
+      the gradients.
+
+    Raises:
+      ValueError: if an argument has a value other than those above; in `init` or
+        `update`, if a leaf is not a real floating-point array, or the gradients'
+        paths or shapes are not those of the parameters,
+        or weight decay is asked for without `params`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import shampoo_optax as so
+      >>> tx = so.soap(learning_rate=0.1, refresh_every=2)
+      >>> f = lambda w: jnp.sum(w**2)
+      >>> w = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> state = tx.init(w)
+      >>> for _ in range(5):
+      ...     updates, state = tx.update(jax.grad(f)(w), state, w)
+      ...     w = optax.apply_updates(w, updates)
+      ...     print(f"{f(w):.2f}")
+      28.04
+      26.81
+      25.66
+      24.57
+      23.52
+
+    References:
+      Vyas et al., SOAP: Improving and Stabilizing Shampoo using Adam, 2024,
+      https://arxiv.org/abs/2409.11321.
+    """
     direction = scale_by_soap(
         b1,
         b2,
         eps,
-        exponent=exponent,
+        exponents=exponents,
         b3=b3,
         refresh_every=refresh_every,
         start=start,

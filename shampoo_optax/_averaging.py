@@ -46,6 +46,42 @@ class IterateAveragingState(NamedTuple):
 def scale_by_momentum(
     momentum: ArrayLike, *, dampening: ArrayLike = 0.0, nesterov: bool = False
 ) -> optax.GradientTransformationExtraArgs:
+    r"""Classic momentum: heavy ball, with dampening, or Nesterov's.
+
+    .. math::
+      M \leftarrow \mu M + (1 - \delta) P, \qquad
+      P \leftarrow M \;\text{or}\; (1 - \delta) P + \mu M \;\text{(Nesterov)}
+
+    As `optax.trace` with dampening, a buffer of at least float32, and absent
+    gradients (`None`), whose buffers stay as they are.
+
+    Args:
+      momentum: :math:`\mu` in [0, 1].
+      dampening: :math:`\delta` in [0, 1]. Default 0.
+      nesterov: whether to look ahead. Default `False`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` whose state is a
+      :class:`ScaleByMomentumState`.
+
+    Raises:
+      ValueError: if an argument has a value other than those above.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> tx = so.scale_by_momentum(0.5, dampening=0.5)
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for _ in range(2):
+      ...     updates, state = tx.update(jnp.ones(2), state)
+      ...     print(updates)
+      [0.5 0.5]
+      [0.75 0.75]
+
+    References:
+      Sutskever et al., On the Importance of Initialization and Momentum in Deep
+      Learning, 2013, https://proceedings.mlr.press/v28/sutskever13.html.
+    """
     check_number("momentum", momentum, high=1.0)
     check_number("dampening", dampening, high=1.0)
     check_choice("nesterov", nesterov, (True, False))
@@ -95,6 +131,65 @@ def primal_averaging(
     decay: DecayMode = "decoupled",
     peak_learning_rate: ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
+    r"""Generalized primal averaging: trains between the fast iterates and their mean.
+
+    Last in a chain, in place of the step size. With the direction P and the
+    parameters Y,
+
+    .. math::
+      Z &\leftarrow (1 - \eta_t \alpha_t) Z, \qquad U = -\eta_t P \\
+      Y &\leftarrow Y + (1 - \mu_x)(Z - Y) + (1 - \mu_x \mu_y) U, \qquad
+      Z \leftarrow Z + U
+
+    where :math:`\alpha_t` is the rate of :func:`decay_weights`. Evaluate at
+    :func:`eval_params`. With :math:`\mu_y = 1` this is heavy-ball momentum
+    :math:`\mu_x` at the rate :math:`\eta (1 - \mu_x)`. Absent gradients (`None`)
+    leave Y and Z as they are.
+
+    Args:
+      learning_rate: a number >= 0, or a schedule that maps the number of steps taken
+        to one.
+      eval_coefficient: :math:`\mu_x` in [0, 1], the weight of the old mean.
+      train_coefficient: :math:`\mu_y` in (0, 1], the weight of the mean in the
+        parameters that are trained.
+      weight_decay: decay of the fast iterates, >= 0. Default 0.
+      decay: `"decoupled"`, `"corrected"` or `"independent"`, as in
+        :func:`decay_weights`. Default `"decoupled"`.
+      peak_learning_rate: the largest learning rate, as in :func:`decay_weights`.
+        Default `None`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` whose state is an
+      :class:`IterateAveragingState`; `update` needs `params`.
+
+    Raises:
+      ValueError: if an argument has a value other than those above, or `update` is
+        called without `params`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import shampoo_optax as so
+      >>> tx = optax.chain(
+      ...     so.scale_by_shampoo(refresh_every=2),
+      ...     so.primal_averaging(0.1, eval_coefficient=0.5, train_coefficient=0.8),
+      ... )
+      >>> f = lambda w: jnp.sum(w**2)
+      >>> w = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> state = tx.init(w)
+      >>> for _ in range(5):
+      ...     updates, state = tx.update(jax.grad(f)(w), state, w)
+      ...     w = optax.apply_updates(w, updates)
+      ...     print(f"{f(so.eval_params(state, w)):.2f}")
+      29.01
+      27.73
+      26.31
+      24.88
+      23.43
+
+    References:
+      Defazio et al., Smoothing DiLoCo with Primal Averaging for Faster Training of
+      LLMs, 2025, https://arxiv.org/abs/2512.17131.
+    """
     check_number("eval_coefficient", eval_coefficient, high=1.0)
     decays = (weight_decay, decay, learning_rate, peak_learning_rate)
 
@@ -114,6 +209,53 @@ def schedule_free(
     decay: DecayMode = "decoupled",
     peak_learning_rate: ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
+    r"""Schedule-free averaging of the iterates.
+
+    :func:`primal_averaging` with :math:`\mu_x = 1 - \eta_t^r / \sum_s \eta_s^r`, so
+    that the mean weighs every iterate by its rate to the power r; the mean stays
+    while all rates so far are 0.
+
+    Args:
+      learning_rate: a number >= 0, or a schedule that maps the number of steps taken
+        to one.
+      train_coefficient: :math:`\mu_y` in (0, 1], the weight of the mean in the
+        parameters that are trained. Default 0.9.
+      power: r >= 0. Default 2.
+      weight_decay: decay of the fast iterates, >= 0. Default 0.
+      decay: `"decoupled"`, `"corrected"` or `"independent"`, as in
+        :func:`decay_weights`. Default `"decoupled"`.
+      peak_learning_rate: the largest learning rate, as in :func:`decay_weights`.
+        Default `None`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` whose state is an
+      :class:`IterateAveragingState`; `update` needs `params`.
+
+    Raises:
+      ValueError: if an argument has a value other than those above, or `update` is
+        called without `params`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import shampoo_optax as so
+      >>> tx = optax.chain(so.scale_by_shampoo(refresh_every=2), so.schedule_free(0.1))
+      >>> f = lambda w: jnp.sum(w**2)
+      >>> w = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> state = tx.init(w)
+      >>> for _ in range(5):
+      ...     updates, state = tx.update(jax.grad(f)(w), state, w)
+      ...     w = optax.apply_updates(w, updates)
+      ...     print(f"{f(so.eval_params(state, w)):.2f}")
+      28.04
+      27.25
+      26.47
+      25.70
+      24.95
+
+    References:
+      Defazio et al., The Road Less Scheduled, 2024,
+      https://arxiv.org/abs/2405.15682.
+    """
     check_number("power", power)
     decays = (weight_decay, decay, learning_rate, peak_learning_rate)
 
@@ -135,7 +277,7 @@ def _iterate_averaging(
 ) -> optax.GradientTransformationExtraArgs:
     """Averages iterates with the eval coefficient that `coefficient` returns."""
     check_rate("learning_rate", learning_rate)
-    check_number("train_coefficient", train_coefficient, high=1.0)
+    check_number("train_coefficient", train_coefficient, high=1.0, positive=True)
     check_decay(*decays)
 
     def init_fn(params: optax.Params) -> IterateAveragingState:
@@ -190,12 +332,71 @@ def _find_averaging(state: Any) -> IterateAveragingState:
 
 
 def eval_params(state: Any, params: optax.Params) -> optax.Params:
+    r"""The mean iterate, at which a model with averaged iterates is evaluated.
+
+    .. math:: Y + (1 - 1/\mu_y)(Z - Y)
+
+    Args:
+      state: an optax state that holds the state of one :func:`primal_averaging` or
+        :func:`schedule_free`, at any depth.
+      params: the parameters that are trained, Y.
+
+    Returns:
+      The parameters to evaluate, with the shapes and dtypes of `params`.
+
+    Raises:
+      ValueError: if `state` holds no such state, or more than one.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> tx = so.primal_averaging(1.0, eval_coefficient=0.5, train_coefficient=0.5)
+      >>> params = jnp.zeros(1)
+      >>> updates, state = tx.update(jnp.ones(1), tx.init(params), params)
+      >>> print(updates, so.eval_params(state, params + updates))
+      [-0.75] [-0.5]
+
+    References:
+      Defazio et al., The Road Less Scheduled, 2024,
+      https://arxiv.org/abs/2405.15682.
+    """
     averaging = _find_averaging(state)
     scale = 1 - 1 / averaging.train_coefficient
     return _interpolate(params, averaging.fast, scale)
 
 
 def train_params(state: Any, params: optax.Params) -> optax.Params:
+    r"""The parameters that are trained, from those at which a model is evaluated.
+
+    .. math:: X + (1 - \mu_y)(Z - X)
+
+    The inverse of :func:`eval_params`, for a model restored from evaluated
+    parameters and the state.
+
+    Args:
+      state: an optax state that holds the state of one :func:`primal_averaging` or
+        :func:`schedule_free`, at any depth.
+      params: the parameters to evaluate, X.
+
+    Returns:
+      The parameters to train, with the shapes and dtypes of `params`.
+
+    Raises:
+      ValueError: if `state` holds no such state, or more than one.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> tx = so.primal_averaging(1.0, eval_coefficient=0.5, train_coefficient=0.5)
+      >>> params = jnp.zeros(1)
+      >>> updates, state = tx.update(jnp.ones(1), tx.init(params), params)
+      >>> print(so.train_params(state, so.eval_params(state, params + updates)))
+      [-0.75]
+
+    References:
+      Defazio et al., The Road Less Scheduled, 2024,
+      https://arxiv.org/abs/2405.15682.
+    """
     averaging = _find_averaging(state)
     return _interpolate(params, averaging.fast, 1 - averaging.train_coefficient)
 

@@ -30,7 +30,12 @@ def check_choice(name: str, value: Any, choices: tuple) -> None:
 
 
 def check_number(
-    name: str, value: Any, *, low: float = 0.0, high: float = math.inf
+    name: str,
+    value: Any,
+    *,
+    low: float = 0.0,
+    high: float = math.inf,
+    positive: bool = False,
 ) -> None:
     """Refuses what is not a finite real scalar in [low, high]; lets tracers pass."""
     if not _is_known(value):
@@ -39,8 +44,10 @@ def check_number(
         number = math.nan if isinstance(value, str | bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not (math.isfinite(number) and low <= number <= high):
-        bound = f"at least {low:g}" if math.isinf(high) else f"in [{low:g}, {high:g}]"
+    inside = low <= number <= high and not (positive and number == 0)
+    if not (math.isfinite(number) and inside):
+        bound = "above 0" if positive else f"of at least {low:g}"
+        bound += "" if math.isinf(high) else f" and at most {high:g}"
         raise ValueError(f"`{name}` must be a finite number {bound}, got {value!r}.")
 
 
@@ -151,7 +158,7 @@ class Eigh:
 
     def __post_init__(self):
         check_choice("ridge", self.ridge, get_args(Ridge))
-        check_number("max_residual", self.max_residual)
+        check_number("max_residual", self.max_residual, positive=True)
 
 
 @dataclass(frozen=True)
@@ -185,7 +192,7 @@ class PseudoInverse:
         if self.rtol is not None:
             check_number("rtol", self.rtol)
         check_number("atol", self.atol)
-        check_number("max_residual", self.max_residual)
+        check_number("max_residual", self.max_residual, positive=True)
 
 
 Root = Eigh | PseudoInverse
@@ -219,7 +226,7 @@ class Options:
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name))
         self._check_refresh()
-        _check_exponents(self.exponents)
+        check_exponents(self.exponents)
         self._check_graft()
         self._check_ridge()
 
@@ -282,7 +289,8 @@ class Options:
         return override
 
 
-def _check_exponents(exponents: Any) -> None:
+def check_exponents(exponents: Any, per_axis: bool = True) -> None:
+    """Refuses what does not map orders to exponents, or to exponents of axes."""
     if exponents is None:
         return
     if not isinstance(exponents, Mapping):
@@ -291,10 +299,13 @@ def _check_exponents(exponents: Any) -> None:
         )
     for order, override in exponents.items():
         check_integer("exponents", order)
-        per_axis = override if isinstance(override, Mapping) else {0: override}
-        for axis, exponent in per_axis.items():
-            if axis not in range(order):
-                raise ValueError(
-                    f"`exponents` must name axes below the order {order}, got {axis!r}."
-                )
-            check_number("exponents", exponent)
+        if per_axis and isinstance(override, Mapping):
+            for axis, exponent in override.items():
+                if axis not in range(order):
+                    raise ValueError(
+                        f"`exponents` must name axes below the order {order}, "
+                        f"got {axis!r}."
+                    )
+                check_number("exponents", exponent)
+        else:
+            check_number("exponents", override)

@@ -46,7 +46,7 @@ def check_decay(
     if learning_rate is not None:
         check_rate("learning_rate", learning_rate)
     if peak_learning_rate is not None:
-        check_number("peak_learning_rate", peak_learning_rate)
+        check_number("peak_learning_rate", peak_learning_rate, positive=True)
     if mode == "corrected" and learning_rate is None:
         raise ValueError(
             "`learning_rate` must be given for 'corrected' decay, got None."
@@ -88,6 +88,50 @@ def decay_weights(
     peak_learning_rate: ArrayLike | None = None,
     mask: Any | Callable[[optax.Params], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
+    r"""Adds the parameters, times a rate, to the updates.
+
+    .. math::
+      P \leftarrow P + \alpha_t W, \qquad \alpha_t = \lambda, \;
+      \lambda \eta_t / \eta_{peak} \; \text{or} \; \lambda / \eta_{peak}
+
+    for decoupled, corrected and independent decay. Put it after the direction and
+    before the step size; before the direction, it is coupled (L2) decay. Absent
+    gradients (`None`) stay absent: their parameters do not decay.
+
+    Args:
+      weight_decay: :math:`\lambda` >= 0.
+      mode: `"decoupled"`, `"corrected"` or `"independent"`. Default `"decoupled"`.
+      learning_rate: :math:`\eta_t`, the number >= 0 or the schedule of the chain's
+        step size; needed for corrected decay. Default `None`.
+      peak_learning_rate: :math:`\eta_{peak}` > 0; `None` stands for `learning_rate`
+        where that is a number. Default `None`.
+      mask: which parameters decay: a tree of booleans like the parameters, or a prefix
+        of one, or a function from parameters to one. Default `None`: all.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` whose state is a
+      :class:`DecayWeightsState`; `update` needs `params`.
+
+    Raises:
+      ValueError: if an argument has a value other than those above, or `update` is
+        called without `params`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> tx = so.decay_weights(0.1)
+      >>> params = jnp.array([1.0, 2.0])
+      >>> updates, _ = tx.update(jnp.zeros(2), tx.init(params), params)
+      >>> print(updates)
+      [0.1 0.2]
+
+    References:
+      Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2017,
+      https://arxiv.org/abs/1711.05101.
+
+      Defazio, Why Gradients Rapidly Increase Near the End of Training, 2025,
+      https://arxiv.org/abs/2506.02285.
+    """
     check_decay(weight_decay, mode, learning_rate, peak_learning_rate)
 
     def init_fn(params: optax.Params) -> DecayWeightsState:

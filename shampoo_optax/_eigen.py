@@ -30,8 +30,10 @@ def scaled_eigh(matrices: jax.Array, shift: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _residual(matrices, values, vectors) -> jax.Array:
-    r"""The larger of :math:`\|(A - Q \Lambda Q^\top)v\| / \lambda_{max}` and
-    :math:`\|(I - Q Q^\top) v\|` for one probe v of norm 1, `[n]`."""
+    """How far the decomposition is off, seen by one probe vector v of norm 1, `[n]`.
+
+    The larger of the norms of (A - Q Λ Qᵀ) v / λ_max and (I - Q Qᵀ) v.
+    """
     side = matrices.shape[-1]
     probe = jnp.cos(jnp.arange(1, side + 1, dtype=matrices.dtype))
     probe = jnp.broadcast_to(probe / jnp.linalg.norm(probe), values.shape)

@@ -69,9 +69,116 @@ def scale_by_shampoo(
     graft_b2: ArrayLike | None = None,
     graft_eps: ArrayLike = 1e-8,
     graft_drop_weighting: bool = False,
-    root: Root = Eigh(),  # noqa: B008
-    blocking: Blocking = Blocking(),  # noqa: B008
+    root: Root = Eigh(),
+    blocking: Blocking = Blocking(),
 ) -> optax.GradientTransformationExtraArgs:
+    r"""Preconditions gradients by Kronecker factors, as Distributed Shampoo does.
+
+    Each parameter is merged and cut into blocks. For every axis k of a block
+    with gradient :math:`G_t`, and :math:`G_{(k)}` its unfolding along k,
+
+    .. math::
+      L_k &\leftarrow b_2 L_k + (1 - b_2)\, G_{(k)} G_{(k)}^\top \\
+      R_k &= (L_k / (1 - b_2^t) + \rho I)^{-e_k}
+        \quad \text{at a refresh} \\
+      \tilde G &= (b_1 \tilde G + (1 - b_1) G_t) / (1 - b_1^t) \\
+      P &= \tilde G \times_1 R_1 \times_2 R_2 \cdots
+        \cdot \|P_{graft}\| / \|\cdot\|
+
+    with the ridge :math:`\rho = \max(\varepsilon, \varepsilon_{rel}
+    \lambda_{max}(L_k))`. For a matrix and the default exponents this is
+    :math:`P \propto L^{-1/4} \tilde G R^{-1/4}`. Refreshes are at the steps `start`
+    and, after it, at the multiples of `refresh_every`; other steps do no root work.
+
+    The direction has the gradient's sign and no step size: chain it with
+    `optax.scale_by_learning_rate`, or take :func:`shampoo`. Statistics are kept in
+    float32, or float64 for float64 parameters; every product runs at the highest
+    precision. Keep the transform out of `jax.vmap`: with a batched step count the
+    refresh is done at every step.
+
+    Guards: a block whose gradient has a NaN or Inf, or would overflow the factors,
+    is left as it is at that step, with an update of 0 (`state.skipped` counts).
+    A new root that is not finite or has a large residual is refused, and the old
+    one stays (`state.failures` counts). A gradient leaf that is `None` where
+    `params` has an array is absent: its state stays as it is, and its update is
+    `None` (:func:`fill_absent` makes it 0).
+
+    Args:
+      b1: decay rate of the filtered gradient, in [0, 1); 0 takes the gradient as it
+        is and stores nothing. Default 0.9.
+      b2: decay rate of the factors, in [0, 1]; 1 makes them sums, as AdaGrad does.
+        Default 0.99.
+      eps: ridge added to the eigenvalues of a factor, >= 0, in units of the squared
+        gradient. Default 0.
+      relative_eps: ridge in units of a factor's largest eigenvalue, >= 0; the larger
+        ridge counts. Default `None`: 1e-6 with `Eigh`, 0 with `PseudoInverse`.
+      b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
+        looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
+      refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
+      start: step of the first refresh, an integer >= `refresh_every`, which `None`
+        stands for; until then the grafted method alone moves the parameters, or
+        the plain gradient where there is none. Default `None`.
+      bias_correction: whether factors and filtered gradient are divided by the sum of
+        their weights. Adam's grafted moments always are. Default `True`.
+      drop_weighting: whether new statistics enter with weight 1 in place of 1 - b2,
+        without bias correction. Default `False`.
+      exponents: overrides of e by the order of a block, `{order: e}` or
+        `{order: {axis: e}}` with e >= 0; an axis with 0 has no factor and is left
+        alone. Default `None`: 1 / (2 * order).
+      graft: the method whose step size each block takes: `"adam"`, `"rmsprop"`,
+        `"adagrad"`, `"sgd"`, or `None`. Default `"adam"`.
+      graft_b2: decay rate of the grafted second moments, in [0, 1); `None` stands for
+        `b2`. Default `None`.
+      graft_eps: added to the root of the grafted second moments, >= 0. Default 1e-8.
+      graft_drop_weighting: `drop_weighting` for the grafted second moments. Default
+        `False`.
+      root: how inverse roots are computed, an :class:`Eigh` or a
+        :class:`PseudoInverse`. Default `Eigh()`.
+      blocking: how parameters are merged and cut, a :class:`Blocking`. Default
+        `Blocking()`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` whose state is a
+      :class:`ScaleByShampooState`. Updates have the shapes and dtypes of the
+      gradients.
+
+    Raises:
+      ValueError: if an argument has a value other than those above; in `init` or
+        `update`, if a leaf is not a real floating-point array, or the gradients'
+        paths or shapes are not those of the parameters.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import shampoo_optax as so
+      >>> tx = optax.chain(
+      ...     so.scale_by_shampoo(refresh_every=2), optax.scale_by_learning_rate(0.1)
+      ... )
+      >>> f = lambda w: jnp.sum(w**2)
+      >>> w = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> state = tx.init(w)
+      >>> for _ in range(5):
+      ...     updates, state = tx.update(jax.grad(f)(w), state, w)
+      ...     w = optax.apply_updates(w, updates)
+      ...     print(f"{f(w):.2f}")
+      28.04
+      26.48
+      24.92
+      23.44
+      21.88
+
+    References:
+      Shi et al., A Distributed Data-Parallel PyTorch Implementation of the
+      Distributed Shampoo Optimizer, 2023, https://arxiv.org/abs/2309.06497.
+
+      Gupta, Koren and Singer, Shampoo: Preconditioned Stochastic Tensor
+      Optimization, 2018, https://arxiv.org/abs/1802.09568.
+
+      Anil et al., Scalable Second Order Optimization for Deep Learning, 2020,
+      https://arxiv.org/abs/2002.09018.
+
+      Agarwal et al., Disentangling Adaptive Gradient Methods from Learning Rates,
+      2020, https://arxiv.org/abs/2002.11803.
+    """
     options = Options(
         b1=b1,
         b2=b2,

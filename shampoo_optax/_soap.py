@@ -1,5 +1,6 @@
 """SOAP: second moments in the eigenbasis of Shampoo's factors."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._blocking import Stacks
-from shampoo_optax._config import Blocking, Eigh, Graft, Options, check_number
+from shampoo_optax._config import Blocking, Eigh, Graft, Options, check_exponents
 from shampoo_optax._eigen import scaled_eigh
 from shampoo_optax._factors import (
     AxisStacks,
@@ -66,7 +67,7 @@ def scale_by_soap(
     b2: ArrayLike = 0.99,
     eps: ArrayLike = 1e-8,
     *,
-    exponent: ArrayLike = 0.5,
+    exponents: Mapping[int, float] | None = None,
     b3: ArrayLike | None = None,
     refresh_every: ArrayLike = 10,
     start: ArrayLike | None = None,
@@ -76,9 +77,86 @@ def scale_by_soap(
     graft_b2: ArrayLike | None = None,
     graft_eps: ArrayLike = 1e-8,
     graft_drop_weighting: bool = False,
-    blocking: Blocking = Blocking(),  # noqa: B008
+    blocking: Blocking = Blocking(),
 ) -> optax.GradientTransformationExtraArgs:
-    check_number("exponent", exponent)
+    r"""Runs Adam's second moment in the eigenbasis of Shampoo's factors (SOAP).
+
+    With the factors :math:`L_k` of :func:`scale_by_shampoo` and their eigenvectors
+    :math:`Q_k`, taken at a refresh,
+
+    .. math::
+      D &\leftarrow b_2 D + (1 - b_2) (G_t \times_1 Q_1^\top \times_2 \cdots)^2 \\
+      P &= \frac{\tilde G \times_1 Q_1^\top \times_2 \cdots}
+        {(D / (1 - b_2^t))^p + \varepsilon} \times_1 Q_1 \times_2 \cdots
+
+    in the form of the official PyTorch package: the filtered gradient is kept in
+    the parameter's own coordinates, and D stays as it is when the bases change.
+    Precision, guards and absent gradients are those of :func:`scale_by_shampoo`.
+
+    Args:
+      b1: decay rate of the filtered gradient, in [0, 1); 0 takes the gradient as it
+        is and stores nothing. Default 0.9.
+      b2: decay rate of the factors, in [0, 1]; 1 makes them sums, as AdaGrad does.
+        Default 0.99.
+      eps: added to the root of the second moments, >= 0. Default 1e-8.
+      exponents: overrides of p by the order of a block, `{order: p}` with p >= 0.
+        Default `None`: 1/2.
+      b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
+        looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
+      refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
+      start: step of the first refresh, an integer >= `refresh_every`, which `None`
+        stands for; until then the grafted method alone moves the parameters, or
+        Adam in the unrotated basis where there is none. Default `None`.
+      bias_correction: whether factors and filtered gradient are divided by the sum of
+        their weights. Adam's grafted moments always are. Default `True`.
+      drop_weighting: whether new statistics enter with weight 1 in place of 1 - b2,
+        without bias correction. Default `False`.
+      graft: the method whose step size each block takes: `"adam"`, `"rmsprop"`,
+        `"adagrad"`, `"sgd"`, or `None`. Default `None`.
+      graft_b2: decay rate of the grafted second moments, in [0, 1); `None` stands for
+        `b2`. Default `None`.
+      graft_eps: added to the root of the grafted second moments, >= 0. Default 1e-8.
+      graft_drop_weighting: `drop_weighting` for the grafted second moments. Default
+        `False`.
+      blocking: how parameters are merged and cut, a :class:`Blocking`. Default
+        `Blocking()`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` whose state is a
+      :class:`ScaleBySoapState`. Updates have the shapes and dtypes of the gradients.
+
+    Raises:
+      ValueError: if an argument has a value other than those above; in `init` or
+        `update`, if a leaf is not a real floating-point array, or the gradients'
+        paths or shapes are not those of the parameters.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import shampoo_optax as so
+      >>> tx = optax.chain(
+      ...     so.scale_by_soap(refresh_every=2), optax.scale_by_learning_rate(0.1)
+      ... )
+      >>> f = lambda w: jnp.sum(w**2)
+      >>> w = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> state = tx.init(w)
+      >>> for _ in range(5):
+      ...     updates, state = tx.update(jax.grad(f)(w), state, w)
+      ...     w = optax.apply_updates(w, updates)
+      ...     print(f"{f(w):.2f}")
+      28.04
+      26.81
+      25.66
+      24.57
+      23.52
+
+    References:
+      Vyas et al., SOAP: Improving and Stabilizing Shampoo using Adam, 2024,
+      https://arxiv.org/abs/2409.11321.
+
+      Shi et al., A Distributed Data-Parallel PyTorch Implementation of the
+      Distributed Shampoo Optimizer, 2023, https://arxiv.org/abs/2309.06497.
+    """
+    check_exponents(exponents, per_axis=False)
     options = Options(
         b1=b1,
         b2=b2,
@@ -137,7 +215,8 @@ def scale_by_soap(
 
         def divide(name: str, block: jax.Array) -> jax.Array:
             moment = moments[name] / correction.astype(block.dtype)
-            scale = moment ** jnp.asarray(exponent, block.dtype)
+            exponent = (exponents or {}).get(block.ndim - 1, 0.5)
+            scale = moment**exponent
             scale += jnp.asarray(eps, block.dtype)
             return block / jnp.where(scale > 0, scale, 1)
 
