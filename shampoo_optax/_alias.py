@@ -23,6 +23,7 @@ from shampoo_optax._config import (
 from shampoo_optax._decay import decay_weights
 from shampoo_optax._shampoo import scale_by_shampoo
 from shampoo_optax._soap import scale_by_soap
+from shampoo_optax._trees import is_none, tree_map
 
 Decay = Literal["l2", "decoupled", "corrected", "independent"]
 Mask = Any | Callable[[optax.Params], Any]
@@ -66,7 +67,7 @@ def fill_absent() -> optax.GradientTransformationExtraArgs:
             absent = update is None and param is not None
             return jnp.zeros_like(param) if absent else update
 
-        filled = jax.tree.map(fill, updates, params, is_leaf=lambda x: x is None)
+        filled = jax.tree.map(fill, updates, params, is_leaf=is_none)
         return filled, state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -103,8 +104,21 @@ def _descend(
             ]
     if not is_static(momentum, 0):
         after += [scale_by_momentum(momentum, dampening=dampening, nesterov=nesterov)]
-    step = optax.scale_by_learning_rate(learning_rate)
+    step = _scale_by_step_size(learning_rate)
     return optax.chain(*before, direction, *after, step, fill_absent())
+
+
+def _scale_by_step_size(
+    learning_rate: ScalarOrSchedule,
+) -> optax.GradientTransformation:
+    """Multiplies by -rate and keeps the dtype, also where the rate is an array."""
+    if callable(learning_rate):
+        return optax.scale_by_learning_rate(learning_rate)
+
+    def scale(updates: optax.Updates, _: optax.Params | None) -> optax.Updates:
+        return tree_map(lambda u: (-learning_rate * u).astype(u.dtype), updates)
+
+    return optax.stateless(scale)
 
 
 def shampoo(

@@ -14,7 +14,7 @@ from shampoo_optax._config import (
     check_rate,
 )
 from shampoo_optax._decay import DecayMode, check_decay, decay_rate, rate_at
-from shampoo_optax._gradients import next_count, require_params, tree_map, wide
+from shampoo_optax._trees import is_none, next_count, require_params, tree_map, wide
 
 
 class ScaleByMomentumState(NamedTuple):
@@ -118,7 +118,7 @@ def _advance(function: Any, trees: Any, updates: optax.Updates) -> Any:
         lambda update, buffer: buffer if update is None else function(buffer, update),
         updates,
         trees,
-        is_leaf=lambda leaf: leaf is None,
+        is_leaf=is_none,
     )
 
 

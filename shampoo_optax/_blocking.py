@@ -7,7 +7,7 @@ and the `Blocking` record, evaluated while tracing.
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,46 +15,7 @@ import numpy as np
 from jax import dtypes
 
 from shampoo_optax._config import Blocking
-
-Stacks = dict[str, jax.Array]  # {stack: [n, *block]}
-
-
-class Stack(NamedTuple):
-    """Equal-shaped blocks of one dtype."""
-
-    block: tuple[int, ...]
-    dtype: np.dtype  # of the statistics: float32 or wider
-    slots: int
-
-
-class Region(NamedTuple):
-    """The equal blocks that tile one box of a merged parameter, row-major."""
-
-    leaf: int
-    stack: str
-    slot: int  # of the first block
-    start: tuple[int, ...]
-    grid: tuple[int, ...]  # number of blocks along each axis
-    block: tuple[int, ...]
-
-    @property
-    def limit(self) -> tuple[int, ...]:
-        return tuple(
-            s + g * b for s, g, b in zip(self.start, self.grid, self.block, strict=True)
-        )
-
-    @property
-    def slots(self) -> slice:
-        return slice(self.slot, self.slot + math.prod(self.grid))
-
-
-class Plan(NamedTuple):
-    """Which block of which parameter lies in which slot of which stack."""
-
-    shapes: tuple[tuple[int, ...], ...]  # of the parameters
-    merged: tuple[tuple[int, ...], ...]
-    regions: tuple[Region, ...]
-    stacks: dict[str, Stack]
+from shampoo_optax._stacks import Plan, Region, Stack, Stacks
 
 
 def merge_shape(shape: Sequence[int], blocking: Blocking) -> tuple[int, ...]:

@@ -204,20 +204,20 @@ class Options:
 
     b1: ArrayLike
     b2: ArrayLike
-    eps: ArrayLike
-    relative_eps: ArrayLike | None
     b3: ArrayLike | None
+    eps: ArrayLike
     refresh_every: ArrayLike
     start: ArrayLike | None
     bias_correction: bool
     drop_weighting: bool
-    exponents: Exponents | None
     graft: Graft | None
     graft_b2: ArrayLike | None
     graft_eps: ArrayLike
     graft_drop_weighting: bool
-    root: Root
     blocking: Blocking
+    relative_eps: ArrayLike | None = None
+    exponents: Exponents | None = None
+    root: Root = Eigh()
 
     def __post_init__(self):
         self._check_records()

@@ -14,7 +14,7 @@ from shampoo_optax._config import (
     check_number,
     check_rate,
 )
-from shampoo_optax._gradients import next_count, require_params, tree_map, wide
+from shampoo_optax._trees import next_count, require_params, tree_map, wide
 
 DecayMode = Literal["decoupled", "corrected", "independent"]
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from shampoo_optax._factors import contract
+from shampoo_optax._stacks import contract
 
 
 def scaled_eigh(matrices: jax.Array, shift: jax.Array) -> tuple[jax.Array, ...]:

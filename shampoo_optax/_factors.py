@@ -6,20 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from shampoo_optax._blocking import Plan, Stacks
 from shampoo_optax._config import Options
-
-AxisStacks = dict[str, dict[str, jax.Array]]  # {stack: {axis: [n, d, d]}}
-
-
-def per_slot(values: jax.Array, like: jax.Array) -> jax.Array:
-    """Reshapes `[n]` so that it broadcasts against a stack `[n, ...]`."""
-    return values.reshape(values.shape + (1,) * (like.ndim - 1))
-
-
-def contract(left: jax.Array, right: jax.Array, subscripts: str) -> jax.Array:
-    """An einsum at the highest precision, whatever the process-wide default."""
-    return jnp.einsum(subscripts, left, right, precision=jax.lax.Precision.HIGHEST)
+from shampoo_optax._stacks import AxisStacks, Plan, Stacks, contract, per_slot
 
 
 def factored_axes(plan: Plan, options: Options) -> dict[str, dict[str, float]]:

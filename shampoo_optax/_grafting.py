@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from shampoo_optax._blocking import Plan, Stacks
 from shampoo_optax._config import Options, is_static
-from shampoo_optax._factors import per_slot
+from shampoo_optax._stacks import Plan, Stacks, per_slot
 
 
 def keeps_filtered(options: Options) -> bool:

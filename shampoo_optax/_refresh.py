@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from shampoo_optax._factors import AxisStacks, per_slot
+from shampoo_optax._stacks import AxisStacks, per_slot
 
 
 def refresh(

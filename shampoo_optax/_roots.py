@@ -7,8 +7,8 @@ from jax.typing import ArrayLike
 
 from shampoo_optax._config import Eigh, Options, PseudoInverse, Root
 from shampoo_optax._eigen import scaled_eigh
-from shampoo_optax._factors import AxisStacks, contract, per_slot
 from shampoo_optax._refresh import refresh
+from shampoo_optax._stacks import AxisStacks, contract, per_slot
 
 
 def inverse_roots(

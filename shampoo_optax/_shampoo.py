@@ -7,25 +7,25 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from shampoo_optax._blocking import Stacks
 from shampoo_optax._config import Blocking, Eigh, Exponents, Graft, Options, Root
 from shampoo_optax._factors import (
-    AxisStacks,
     apply_axes,
     factored_axes,
     full_axes,
     identities,
     statistics_correction,
 )
-from shampoo_optax._gradients import next_count, plan_parameters
 from shampoo_optax._roots import refresh_roots
+from shampoo_optax._stacks import AxisStacks, Stacks
 from shampoo_optax._step import (
     begin,
     finish,
+    plan_parameters,
     refresh_if_due,
     shared_state,
     stand_in,
 )
+from shampoo_optax._trees import next_count
 
 
 class ScaleByShampooState(NamedTuple):

@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from shampoo_optax._blocking import Stacks
-from shampoo_optax._config import Blocking, Eigh, Graft, Options, check_exponents
+from shampoo_optax._config import Blocking, Graft, Options, check_exponents
 from shampoo_optax._eigen import scaled_eigh
 from shampoo_optax._factors import (
-    AxisStacks,
     apply_axes,
     factored_axes,
     full_axes,
@@ -21,16 +19,19 @@ from shampoo_optax._factors import (
     statistics_correction,
     statistics_weight,
 )
-from shampoo_optax._gradients import next_count, plan_parameters
 from shampoo_optax._grafting import accumulate, zero_blocks
 from shampoo_optax._refresh import refresh
+from shampoo_optax._stacks import AxisStacks, Stacks
 from shampoo_optax._step import (
+    Step,
     begin,
     finish,
+    plan_parameters,
     refresh_if_due,
     shared_state,
     stand_in,
 )
+from shampoo_optax._trees import next_count
 
 
 class ScaleBySoapState(NamedTuple):
@@ -60,6 +61,39 @@ class ScaleBySoapState(NamedTuple):
 def _eigenbases(factors: jax.Array, _) -> tuple[jax.Array, jax.Array]:
     _, bases, residuals, _ = scaled_eigh(factors, jnp.zeros((), factors.dtype))
     return bases, residuals
+
+
+def _update_moments(
+    moments: Stacks, step: Step, bases: AxisStacks, options: Options
+) -> Stacks:
+    """Accumulates the squares of the gradient in the bases."""
+    rotated = apply_axes(bases, step.blocks, transpose=True)
+    weight = statistics_weight(options)
+    return {
+        name: accumulate(moment, rotated[name], step.usable[name], options.b2, weight)
+        for name, moment in moments.items()
+    }
+
+
+def _divide_in_bases(
+    used: Stacks,
+    bases: AxisStacks,
+    moments: Stacks,
+    correction: jax.Array,
+    exponents: Mapping[int, float],
+    eps: ArrayLike,
+) -> Stacks:
+    """Rotates, divides by the corrected moments to the power p plus eps, and back."""
+
+    def divide(name: str, block: jax.Array) -> jax.Array:
+        moment = moments[name] / correction.astype(block.dtype)
+        scale = moment ** exponents.get(block.ndim - 1, 0.5)
+        scale += jnp.asarray(eps, block.dtype)
+        return block / jnp.where(scale > 0, scale, 1)
+
+    rotated = apply_axes(bases, used, transpose=True)
+    divided = {name: divide(name, block) for name, block in rotated.items()}
+    return apply_axes(bases, divided)
 
 
 def scale_by_soap(
@@ -161,18 +195,15 @@ def scale_by_soap(
         b1=b1,
         b2=b2,
         eps=eps,
-        relative_eps=None,
         b3=b3,
         refresh_every=refresh_every,
         start=start,
         bias_correction=bias_correction,
         drop_weighting=drop_weighting,
-        exponents=None,
         graft=graft,
         graft_b2=graft_b2,
         graft_eps=graft_eps,
         graft_drop_weighting=graft_drop_weighting,
-        root=Eigh(),
         blocking=blocking,
     )
 
@@ -205,26 +236,15 @@ def scale_by_soap(
             max_residual=options.root.max_residual,
         )
         bases, failures = refresh_if_due(step, recompute, state.bases, state.failures)
-        rotated = apply_axes(bases, step.blocks, transpose=True)
-        weight = statistics_weight(options)
-        moments = {
-            name: accumulate(moment, rotated[name], step.usable[name], b2, weight)
-            for name, moment in state.moments.items()
-        }
-        correction = statistics_correction(options, step.count)
-
-        def divide(name: str, block: jax.Array) -> jax.Array:
-            moment = moments[name] / correction.astype(block.dtype)
-            exponent = (exponents or {}).get(block.ndim - 1, 0.5)
-            scale = moment**exponent
-            scale += jnp.asarray(eps, block.dtype)
-            return block / jnp.where(scale > 0, scale, 1)
-
-        def direct(used: Stacks) -> Stacks:
-            used = apply_axes(bases, used, transpose=True)
-            divided = {name: divide(name, block) for name, block in used.items()}
-            return apply_axes(bases, divided)
-
+        moments = _update_moments(state.moments, step, bases, options)
+        direct = partial(
+            _divide_in_bases,
+            bases=bases,
+            moments=moments,
+            correction=statistics_correction(options, step.count),
+            exponents=exponents or {},
+            eps=eps,
+        )
         direction, fields = finish(step, state, options, direct)
         return direction, ScaleBySoapState(
             bases=bases, moments=moments, failures=failures, **fields

@@ -1,0 +1,38 @@
+"""Trees of updates, parameters and buffers, leaf by leaf."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def is_none(leaf: Any) -> bool:
+    """Whether a leaf is absent."""
+    return leaf is None
+
+
+def tree_map(function, updates: optax.Updates, *trees: Any) -> optax.Updates:
+    """Maps over a tree of updates in which absent gradients are `None` and stay so."""
+    return jax.tree.map(
+        lambda update, *leaves: None if update is None else function(update, *leaves),
+        updates,
+        *trees,
+        is_leaf=is_none,
+    )
+
+
+def next_count(count: jax.Array) -> jax.Array:
+    """The count of one more step; it stays at the largest int32."""
+    return count + (count < jnp.iinfo(count.dtype).max).astype(count.dtype)
+
+
+def wide(leaf: jax.Array) -> jax.Array:
+    """The leaf in float32, or as it is where its dtype is wider."""
+    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+
+
+def require_params(params: Any, purpose: str) -> None:
+    """Refuses an update without parameters."""
+    if params is None:
+        raise ValueError(f"`params` must be passed to `update` {purpose}, got None.")
