@@ -1,0 +1,128 @@
+"""What several test files share: running a transform, reading a jaxpr."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import shampoo_optax as so
+
+# The settings of the acceptance cases: refresh at every step, factors as a sum,
+# no filter, no grafting. `eps` and `relative_eps` keep their defaults.
+BARE = dict(b1=0.0, b2=1.0, graft=None, refresh_every=1)
+
+TRANSFORMS = {"shampoo": so.scale_by_shampoo, "soap": so.scale_by_soap}
+
+# `optax.partition` is the newer name of `optax.multi_transform`.
+partition = getattr(optax, "partition", optax.multi_transform)
+
+
+def enable_x64():
+    """A context in which arrays may have 64 bits."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    from jax.experimental import enable_x64 as context  # before jax 0.8
+
+    return context()
+
+
+def normals(seed, *shape, dtype=jnp.float32):
+    """Standard normal numbers as a jax array."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def normal_steps(shapes, steps, seed=0, scale=1.0):
+    """A list of trees of random gradients, one a step."""
+    rng = np.random.default_rng(seed)
+
+    def tree():
+        return {
+            name: jnp.asarray(scale * rng.standard_normal(shape), jnp.float32)
+            for name, shape in shapes.items()
+        }
+
+    return [tree() for _ in range(steps)]
+
+
+def zeros_like(tree):
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+def trace(tx, params, steps, *, jit=True):
+    """Updates and states after each of `steps` (a list of gradient trees)."""
+    update = jax.jit(tx.update) if jit else tx.update
+    state = tx.init(params)
+    updates, states = [], []
+    for grads in steps:
+        update_now, state = update(grads, state, params)
+        updates.append(update_now)
+        states.append(state)
+    return updates, states
+
+
+def field(state, name):
+    """The field `name` of the one named tuple in `state` that has it."""
+    return optax.tree_utils.tree_get(state, name)
+
+
+def total(counters):
+    """The sum of the counters of all stacks."""
+    return int(sum(np.sum(x) for x in jax.tree.leaves(counters)))
+
+
+def assert_finite(tree):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        finite = np.isfinite(np.asarray(leaf, np.float64)).all()
+        assert finite, f"{jax.tree_util.keystr(path)} is not finite"
+
+
+def assert_equal(tree, expected):
+    """Bit for bit, types and structure included."""
+    assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    for got, want in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+def worst(got, want):
+    """The largest error of a leaf, relative to the largest entry of the leaf."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    errors = [0.0]
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.shape(a) == np.shape(b)
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        error = np.max(np.abs(a - b), initial=0.0)
+        assert not np.isnan(error)
+        errors.append(error / np.max(np.abs(b), initial=0.0) if error else 0.0)
+    return max(errors)
+
+
+def _subjaxprs(value):
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _subjaxprs(item)
+    elif hasattr(value, "eqns"):
+        yield value
+    elif hasattr(value, "jaxpr"):
+        yield value.jaxpr
+
+
+def equations(jaxpr, inside=()):
+    """All equations of a jaxpr, each with the primitives it is nested in.
+
+    A branch of a `cond` is written `cond[0]`, `cond[1]`.
+    """
+    for eqn in jaxpr.eqns:
+        yield eqn, inside
+        name = eqn.primitive.name
+        for value in eqn.params.values():
+            for index, sub in enumerate(_subjaxprs(value)):
+                here = f"{name}[{index}]" if name == "cond" else name
+                yield from equations(sub, (*inside, here))
+
+
+def update_equations(tx, params):
+    """The equations of one traced update."""
+    state = jax.eval_shape(tx.init, params)
+    closed = jax.make_jaxpr(tx.update)(params, state, params)
+    return list(equations(closed.jaxpr))

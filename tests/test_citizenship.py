@@ -1,0 +1,387 @@
+"""Acceptance cases of JAX and optax citizenship: program, dtypes, odd trees."""
+
+import dataclasses
+import time
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import TRANSFORMS
+
+import shampoo_optax as so
+
+ALIASES = {"shampoo": so.shampoo, "soap": so.soap}
+names = pytest.mark.parametrize("name", TRANSFORMS)
+
+# ---- C11: eager, jitted and scanned
+
+MIXED = {"matrix": (6, 4), "vector": (5,), "scalar": (), "order4": (2, 3, 2, 4)}
+
+
+def scanned(tx, params, steps):
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *steps)
+
+    def body(state, grads):
+        update, state = tx.update(grads, state, params)
+        return state, update
+
+    return jax.jit(lambda s: jax.lax.scan(body, s, stacked))(tx.init(params))
+
+
+@names
+def test_eager_jitted_and_scanned_agree(name):
+    steps = helpers.normal_steps(MIXED, 25)
+    tx = TRANSFORMS[name](refresh_every=4, graft="adam")
+    jitted, states = helpers.trace(tx, steps[0], steps)
+    eager, _ = helpers.trace(tx, steps[0], steps, jit=False)
+    final, stacked = scanned(tx, steps[0], steps)
+    in_scan = [jax.tree.map(lambda x, t=t: x[t], stacked) for t in range(25)]
+    for one, other, third in zip(eager, jitted, in_scan, strict=True):
+        assert helpers.worst(one, other) <= 1e-5
+        assert helpers.worst(third, other) <= 1e-5
+    assert jax.tree.structure(final) == jax.tree.structure(states[-1])
+
+
+@names
+def test_state_keeps_its_types(name):
+    params = {key: jnp.ones(shape) for key, shape in MIXED.items()}
+    tx = TRANSFORMS[name](graft="adam")
+    before = tx.init(params)
+    _, after = jax.jit(tx.update)(params, before, params)
+
+    def kinds(state):
+        return jax.tree.map(lambda x: (x.shape, x.dtype, x.aval.weak_type), state)
+
+    assert kinds(after) == kinds(before)
+    assert not any(x.aval.weak_type for x in jax.tree.leaves(before))
+
+
+# ---- C13: program size
+
+
+def equal_matrices(count):
+    return {str(i): jnp.ones((12, 8)) for i in range(count)}
+
+
+@names
+def test_number_of_eigh_does_not_grow(name):
+    found = [
+        sum(
+            eqn.primitive.name == "eigh"
+            for eqn, _ in helpers.update_equations(
+                TRANSFORMS[name](), equal_matrices(n)
+            )
+        )
+        for n in (8, 64)
+    ]
+    assert found == [2, 2]  # the sides 12 and 8
+
+
+def test_eigh_is_shared_between_stacks_and_axes_of_one_side():
+    params = {"a": jnp.ones((12, 8)), "b": jnp.ones((8, 8)), "c": jnp.ones(12)}
+    equations = helpers.update_equations(so.scale_by_shampoo(), params)
+    shapes = [
+        eqn.invars[0].aval.shape for eqn, _ in equations if eqn.primitive.name == "eigh"
+    ]
+    assert sorted(shapes) == [(2, 12, 12), (3, 8, 8)]
+
+
+def compiled(tx, params):
+    """Lines of compiled HLO and seconds to trace and compile: the best of two."""
+    seconds = []
+    for _ in range(2):
+        state = tx.init(params)
+        began = time.perf_counter()
+        lowered = jax.jit(lambda g, s: tx.update(g, s)).lower(params, state)
+        program = lowered.compile()
+        seconds.append(time.perf_counter() - began)
+    return program.as_text().count("\n"), min(seconds)
+
+
+@names
+def test_compiled_program_hardly_grows(name):
+    tx = TRANSFORMS[name]()
+    few_lines, few_seconds = compiled(tx, equal_matrices(8))
+    many_lines, many_seconds = compiled(tx, equal_matrices(64))
+    assert few_lines < many_lines <= 3 * few_lines
+    assert many_seconds <= 3 * few_seconds
+
+
+# ---- C21: dtypes
+
+DTYPES = [
+    (jnp.bfloat16, jnp.bfloat16),
+    (jnp.bfloat16, jnp.float32),
+    (jnp.float32, jnp.bfloat16),
+    (jnp.float16, jnp.float16),
+    (jnp.float32, jnp.float32),
+]
+pairs = pytest.mark.parametrize(
+    "of_params, of_grads", DTYPES, ids=lambda d: jnp.dtype(d).name
+)
+VARIANTS = [
+    ("shampoo", dict()),
+    ("shampoo", dict(weight_decay=0.1, decay="l2")),
+    ("shampoo", dict(weight_decay=0.1, momentum=0.9, nesterov=True)),
+    ("soap", dict()),
+    ("soap", dict(weight_decay=0.1)),
+]
+
+
+def assert_dtypes_hold(tx, params, grads, wanted, widest):
+    """Three steps inside a `cond` whose other branch skips the step."""
+
+    @jax.jit
+    def step(pred, grads, state, params):
+        def update():
+            return tx.update(grads, state, params)
+
+        def skip():
+            return helpers.zeros_like(grads), state
+
+        return jax.lax.cond(pred, update, skip)
+
+    state = tx.init(params)
+    for taken in (True, False, True):
+        updates, state = step(taken, grads, state, params)
+        assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(wanted)}
+        assert any(np.any(x) for x in jax.tree.leaves(updates)) == taken
+        helpers.assert_finite((updates, state))
+    for leaf in jax.tree.leaves(helpers.field(state, "factors")):
+        assert leaf.dtype == widest
+    for leaf in jax.tree.leaves(helpers.field(state, "graft_moments")):
+        assert leaf.dtype == widest
+    floats = {
+        leaf.dtype
+        for leaf in jax.tree.leaves(state)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    }
+    assert floats <= {jnp.dtype(widest), params["w"].dtype, grads["w"].dtype}
+    integers = {leaf.dtype for leaf in jax.tree.leaves(state)} - floats
+    assert integers == {jnp.dtype(jnp.int32)}
+
+
+def params_and_grads(of_params, of_grads):
+    shapes = {"w": (6, 4), "b": (5,), "s": ()}
+    params = {k: helpers.normals(1, *s, dtype=of_params) for k, s in shapes.items()}
+    grads = {k: helpers.normals(2, *s, dtype=of_grads) for k, s in shapes.items()}
+    return params, grads
+
+
+@pairs
+@pytest.mark.parametrize("alias, kwargs", VARIANTS, ids=str)
+def test_update_has_the_dtype_of_the_gradient(alias, kwargs, of_params, of_grads):
+    params, grads = params_and_grads(of_params, of_grads)
+    tx = ALIASES[alias](0.1, refresh_every=2, **kwargs)
+    assert_dtypes_hold(tx, params, grads, of_grads, jnp.float32)
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
+@pytest.mark.parametrize("alias", ALIASES)
+def test_nothing_is_promoted_under_x64(x64, alias, double):
+    dtype = jnp.float64 if double else jnp.float32
+    params, grads = params_and_grads(dtype, dtype)
+    tx = ALIASES[alias](0.1, refresh_every=2, weight_decay=0.1)
+    assert_dtypes_hold(tx, params, grads, dtype, dtype)
+
+
+def test_stack_of_float64_blocks_is_named_so(x64):
+    params = {"a": jnp.ones((6, 4), jnp.float64), "b": jnp.ones((6, 4), jnp.float32)}
+    state = so.scale_by_shampoo().init(params)
+    kinds = {name: axes["0"].dtype for name, axes in state.factors.items()}
+    wanted = {"6x4": jnp.dtype(jnp.float32), "6x4_float64": jnp.dtype(jnp.float64)}
+    assert kinds == wanted
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_bfloat16_ends_near_float32(alias):
+    """Least squares: the loss reached in bfloat16 is within 2 % of float32's."""
+    inputs, target = helpers.normals(0, 64, 6), helpers.normals(1, 64, 4)
+
+    def final_loss(dtype):
+        params = {"w": jnp.zeros((6, 4), dtype)}
+        tx = ALIASES[alias](0.02, refresh_every=5)
+
+        def loss(params):
+            error = inputs @ params["w"].astype(jnp.float32) - target
+            return jnp.mean(jnp.square(error))
+
+        def body(carry, _):
+            params, state = carry
+            updates, state = tx.update(jax.grad(loss)(params), state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        start = (params, tx.init(params))
+        (params, _), _ = jax.jit(lambda s: jax.lax.scan(body, s, None, 40))(start)
+        assert params["w"].dtype == dtype
+        return float(loss({"w": jnp.zeros((6, 4))})), float(loss(params))
+
+    (first, single), (_, half) = final_loss(jnp.float32), final_loss(jnp.bfloat16)
+    assert single < 0.95 * first
+    assert abs(half - single) <= 0.02 * single
+
+
+# ---- C23: odd trees
+
+ODD = {
+    "scalar": (),
+    "empty": (0, 3),
+    "one": (1,),
+    "row": (1, 7),
+    "column": (7, 1),
+    "tall": (50000, 16),
+    "kernel": (3, 3, 8, 16),
+}
+
+
+def run_five(tx, params, scale=1.0):
+    """Five jitted updates; all finite, shaped and typed as the parameters."""
+    update = jax.jit(tx.update)
+    state = tx.init(params)
+    for t in range(5):
+        grads = jax.tree.map(lambda x, t=t: scale * jnp.cos(x + t), params)
+        updates, state = update(grads, state, params)
+        jax.tree.map(
+            lambda u, p: np.testing.assert_equal(u.shape, p.shape), updates, params
+        )
+        helpers.assert_finite((updates, state))
+        assert all(np.any(u) for u in jax.tree.leaves(updates) if u.size)
+    return updates, state
+
+
+def odd_params():
+    return {key: helpers.normals(0, *shape) for key, shape in ODD.items()}
+
+
+@names
+def test_odd_shapes(name):
+    params = odd_params() | {"nothing": None}
+    tx = TRANSFORMS[name](refresh_every=2, blocking=so.Blocking(64))
+    updates, state = run_five(tx, params)
+    assert updates["nothing"] is None
+    blocks = 0
+    for leaf in jax.tree.leaves(state):
+        assert leaf.size > 0
+        sides = leaf.shape[1:]  # the first dimension counts the blocks of a stack
+        assert max(sides, default=0) <= 64
+        blocks += leaf.size
+    held = sum(leaf.size for leaf in jax.tree.leaves(state.graft_moments))
+    assert held == sum(np.prod(shape, dtype=int) for shape in ODD.values())
+
+
+@names
+@pytest.mark.parametrize("params", [{}, {"e": jnp.ones((0, 3))}, (None, None)], ids=str)
+def test_trees_with_nothing_to_precondition(name, params):
+    tx = TRANSFORMS[name]()
+    state = tx.init(params)
+    for t in range(1, 4):
+        updates, state = jax.jit(tx.update)(params, state, params)
+        helpers.assert_equal(updates, params)
+        assert int(state.count) == t
+
+
+@names
+def test_masked(name):
+    params = odd_params()
+    params.pop("tall")
+    chosen = {key: key in ("kernel", "row") for key in params}
+    make = TRANSFORMS[name]
+    tx = optax.masked(make(refresh_every=2), chosen)
+    update = jax.jit(tx.update)
+    alone = {key: params[key] for key in ("kernel", "row")}
+    wanted, inner = helpers.trace(make(refresh_every=2), alone, 3 * [alone])
+    state = tx.init(params)
+    for t in range(3):
+        updates, state = update(params, state, params)
+        for key, gradient in params.items():
+            right = wanted[t][key] if chosen[key] else gradient
+            np.testing.assert_array_equal(updates[key], right)
+    held = [x.shape for x in jax.tree.leaves(state)]
+    assert held == [x.shape for x in jax.tree.leaves(inner[-1])]
+
+
+@names
+def test_frozen_group_holds_nothing(name):
+    params = {"live": jnp.ones((6, 4)), "ice": jnp.ones((9, 9)), "also": jnp.ones(3)}
+    labels = {"live": "train", "ice": "freeze", "also": "train"}
+    tx = TRANSFORMS[name](refresh_every=2)
+    groups = {"train": tx, "freeze": optax.set_to_zero()}
+    whole = helpers.partition(groups, labels)
+    grads = jax.tree.map(lambda x: 2 * x, params)
+    updates, states = helpers.trace(whole, params, 3 * [grads])
+    alone = {key: grads[key] for key in ("live", "also")}
+    wanted, inner = helpers.trace(tx, alone, 3 * [alone])
+    for got, want in zip(updates, wanted, strict=True):
+        assert not np.any(got["ice"])
+        helpers.assert_equal({key: got[key] for key in want}, want)
+    held = [x.shape for x in jax.tree.leaves(states[-1])]
+    assert held == [x.shape for x in jax.tree.leaves(inner[-1])]
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass
+class Linear:
+    """A module like Equinox's: a node with arrays, an absent leaf, static data."""
+
+    weight: jax.Array
+    bias: jax.Array
+    unused: None = None
+    name: str = "linear"
+
+    def tree_flatten_with_keys(self):
+        key = jax.tree_util.GetAttrKey
+        children = [(key("weight"), self.weight), (key("bias"), self.bias)]
+        return [*children, (key("unused"), self.unused)], self.name
+
+    @classmethod
+    def tree_unflatten(cls, name, children):
+        return cls(*children, name)
+
+
+@names
+def test_custom_nodes_and_dicts_give_the_same_updates(name):
+    weight, bias = helpers.normals(0, 6, 4), helpers.normals(1, 4)
+    tx = TRANSFORMS[name](refresh_every=2)
+    module, _ = run_five(tx, {"layer": Linear(weight, bias)})
+    plain, _ = run_five(tx, {"layer": {"0weight": weight, "1bias": bias}})
+    assert isinstance(module["layer"], Linear)
+    assert module["layer"].unused is None
+    for got, want in zip(*map(jax.tree.leaves, (module, plain)), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@names
+def test_nnx_state_and_dicts_give_the_same_updates(name):
+    from flax import nnx
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(3, 5, rngs=rngs)
+            self.norm = nnx.LayerNorm(5, rngs=rngs)
+
+    params = nnx.state(Net(nnx.Rngs(0)), nnx.Param)
+    tx = TRANSFORMS[name](refresh_every=2)
+    updates, _ = run_five(tx, params)
+    leaves = {f"{i:02d}": leaf for i, leaf in enumerate(jax.tree.leaves(params))}
+    assert len(leaves) == 4
+    plain, _ = run_five(tx, leaves)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    for got, want in zip(*map(jax.tree.leaves, (updates, plain)), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@names
+def test_flattened(name):
+    """All parameters as one long vector, cut into blocks of 64."""
+    params = {key: helpers.normals(0, *s) for key, s in ODD.items() if key != "tall"}
+    tx = TRANSFORMS[name](refresh_every=2, blocking=so.Blocking(64))
+    updates, state = run_five(optax.flatten(tx), params)
+    vector = jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(params)])
+    wanted, _ = run_five(tx, vector)
+    got = jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(updates)])
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+    sides = {x.shape[1:] for x in jax.tree.leaves(state.graft_moments)}
+    assert sides == {(64,), (vector.size % 64,)}
