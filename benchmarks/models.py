@@ -55,7 +55,7 @@ class Layer(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """A causal transformer over bytes with learned positions."""
+    """A causal transformer over bytes with learned positions and tied embeddings."""
 
     layers: int = 4
     width: int = 96
@@ -65,11 +65,10 @@ class ByteTransformer(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps bytes `[n, time]` to the next bytes' logits `[n, time, 256]`."""
-        positions = self.param(
-            "positions", nn.initializers.normal(0.02), (self.context, self.width)
-        )
-        x = nn.Embed(256, self.width)(tokens.astype(jnp.int32))
-        x = x + positions[: tokens.shape[1]]
+        small = nn.initializers.normal(0.02)
+        positions = self.param("positions", small, (self.context, self.width))
+        embed = nn.Embed(256, self.width, embedding_init=small, name="embed")
+        x = embed(tokens.astype(jnp.int32)) + positions[: tokens.shape[1]]
         for _ in range(self.layers):
             x = Layer(self.heads)(x)
-        return nn.Dense(256, use_bias=False, name="head")(nn.LayerNorm()(x))
+        return embed.attend(nn.LayerNorm()(x))  # [n, t, width] -> [n, t, 256]

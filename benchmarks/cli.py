@@ -1,0 +1,86 @@
+"""Options that the commands share, and errors that fit on one line."""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from benchmarks.optimizers import OPTIMIZERS, Settings
+from benchmarks.tasks import TASKS, Task, make_task
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that shows defaults and reports a bad value in one line."""
+
+    def __init__(self, name: str, description: str | None) -> None:
+        super().__init__(
+            prog=f"python -m {name}",
+            description=description,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Leaves with status 2, without the usage."""
+        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Adds what both commands understand."""
+    parser.add_argument("--task", choices=TASKS, default="text")
+    parser.add_argument("--data", type=Path, help="your own file or folder")
+    parser.add_argument(
+        "--optimizer",
+        nargs="+",
+        choices=tuple(OPTIMIZERS),
+        default=["shampoo", "adamw"],
+        help="one or several",
+    )
+    parser.add_argument("--steps", type=positive_int, help="default: the task's own")
+    parser.add_argument("--block-size", type=positive_int, default=256)
+    parser.add_argument("--refresh-every", type=positive_int, default=10)
+
+
+def task_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Task:
+    """Builds the task, or ends the command where its data cannot be read."""
+    try:
+        return make_task(options.task, options.data)
+    except (OSError, ValueError) as error:
+        parser.error(f"argument --data: {error}")
+
+
+def settings_of(task: Task, options: argparse.Namespace) -> Settings:
+    """Joins the task's own settings with those of the command line."""
+    return Settings(
+        weight_decay=task.weight_decay,
+        block_size=options.block_size,
+        refresh_every=options.refresh_every,
+        clip=task.clip,
+    )
+
+
+def positive_int(text: str) -> int:
+    """Parses a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text!r}")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """Parses a whole number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 0, got {text!r}")
+    return int(text)
+
+
+def positive_float(text: str) -> float:
+    """Parses a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number > 0, got {text!r}")
+    return value

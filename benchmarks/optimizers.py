@@ -1,0 +1,96 @@
+"""The optimizers that are compared, each with its documented learning rate."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+
+import shampoo_optax as so
+
+WARMUP = 0.05
+RATES = {
+    "images": {"adamw": 8e-3, "shampoo": 8e-3, "soap": 8e-3},
+    "text": {"adamw": 4e-3, "shampoo": 8e-3, "soap": 8e-3},
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an optimizer is built from, besides its name and schedule.
+
+    Attributes:
+      weight_decay: decoupled, on matrices only.
+      block_size: the largest side of a block, for Shampoo and SOAP.
+      refresh_every: steps between two computations of the roots or bases.
+      clip: the largest norm of the whole gradient, or None.
+    """
+
+    weight_decay: float
+    block_size: int
+    refresh_every: int
+    clip: float | None
+
+
+def warmup_cosine(rate: float, steps: int) -> optax.Schedule:
+    """Rises linearly over the first twentieth of the steps, then falls to zero."""
+    warmup = max(1, round(WARMUP * steps))
+    return optax.warmup_cosine_decay_schedule(
+        rate / warmup, rate, warmup_steps=warmup, decay_steps=max(steps, warmup + 1)
+    )
+
+
+def make_optimizer(
+    name: str, schedule: optax.Schedule, settings: Settings
+) -> optax.GradientTransformation:
+    """Builds an optimizer of `OPTIMIZERS` by name, with clipping where it is set."""
+    optimizer = OPTIMIZERS[name](schedule, settings)
+    if settings.clip is None:
+        return optimizer
+    return optax.chain(optax.clip_by_global_norm(settings.clip), optimizer)
+
+
+def _matrices(params: Any) -> Any:
+    """Marks the parameters that decay: those of two dimensions or more."""
+    return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)
+
+
+def _adamw(
+    schedule: optax.Schedule, settings: Settings
+) -> optax.GradientTransformation:
+    return optax.adamw(
+        schedule, b2=0.99, weight_decay=settings.weight_decay, mask=_matrices
+    )
+
+
+def _shampoo(
+    schedule: optax.Schedule, settings: Settings
+) -> optax.GradientTransformation:
+    return so.shampoo(
+        schedule,
+        b1=0.9,
+        b2=0.99,
+        weight_decay=settings.weight_decay,
+        mask=_matrices,
+        refresh_every=settings.refresh_every,
+        graft="adam",
+        blocking=so.Blocking(block_size=settings.block_size),
+    )
+
+
+def _soap(schedule: optax.Schedule, settings: Settings) -> optax.GradientTransformation:
+    return so.soap(
+        schedule,
+        b1=0.9,
+        b2=0.99,
+        weight_decay=settings.weight_decay,
+        mask=_matrices,
+        refresh_every=settings.refresh_every,
+        blocking=so.Blocking(block_size=settings.block_size),
+    )
+
+
+OPTIMIZERS: dict[
+    str, Callable[[optax.Schedule, Settings], optax.GradientTransformation]
+] = {"shampoo": _shampoo, "adamw": _adamw, "soap": _soap}

@@ -1,0 +1,200 @@
+"""Finds each optimizer's best learning rate, then compares them over several seeds.
+
+Every run leaves a JSON record; a run whose record is there is not run again, so a
+stopped sweep goes on where it was. Rates are chosen on held-out training data, by the
+fewest steps to the target and then by the last metric; the seeds are judged on the
+test data.
+"""
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from benchmarks import cli, report
+from benchmarks.loop import Record, Run, train
+from benchmarks.optimizers import Settings
+from benchmarks.tasks import Task
+
+STEPS = {"images": 1500, "text": 1200}
+GRIDS = {
+    "images": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+    "text": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+}
+EVAL_EVERY = 50
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs what is missing and writes the table, the figure and the records."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    task = cli.task_of(parser, options)
+    folder = options.out / task.dataset.name.lower()
+    tried = {
+        name: _try_rates(task, name, options, folder) for name in options.optimizer
+    }
+    best = {name: choose(task, records) for name, records in tried.items()}
+    final = {
+        name: _repeat(task, record, options.seeds, folder)
+        for name, record in best.items()
+    }
+    text = markdown(task, tried, final)
+    (folder / "results.md").write_text(text)
+    plot(final, folder / "results.png")
+    print(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = cli.Parser("benchmarks.sweep", __doc__)
+    cli.add_common(parser)
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        type=cli.positive_float,
+        help="the grid (default: the task's own)",
+    )
+    parser.add_argument("--seeds", type=cli.positive_int, default=3, help="how many")
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results"), help="a folder"
+    )
+    return parser
+
+
+def _try_rates(
+    task: Task, optimizer: str, options: argparse.Namespace, folder: Path
+) -> list[Record]:
+    """Runs one seed at every rate of the grid, judged on held-out data."""
+    settings = cli.settings_of(task, options)
+    steps = options.steps or STEPS[task.name]
+    return [
+        _run_once(task, _run(optimizer, rate, steps, 0, "held_out", settings), folder)
+        for rate in options.rates or GRIDS[task.name]
+    ]
+
+
+def choose(task: Task, records: Sequence[Record]) -> Record:
+    """Returns the record with the fewest steps to the target, then the best metric."""
+    sign = -1 if task.metric == "accuracy" else 1
+
+    def key(record: Record) -> tuple[float, float]:
+        return record.steps_to_target or float("inf"), sign * record.final
+
+    return min(records, key=key)
+
+
+def _repeat(task: Task, best: Record, seeds: int, folder: Path) -> list[Record]:
+    """Runs several seeds at the chosen rate, judged on the test data."""
+    run = best.run
+    rate, steps = run.learning_rate, run.steps
+    return [
+        _run_once(
+            task, _run(run.optimizer, rate, steps, seed, "test", run.settings), folder
+        )
+        for seed in range(1, seeds + 1)
+    ]
+
+
+def _run(
+    optimizer: str, rate: float, steps: int, seed: int, split: str, settings: Settings
+) -> Run:
+    return Run(optimizer, rate, steps, seed, EVAL_EVERY, split, settings)
+
+
+def _run_once(task: Task, run: Run, folder: Path) -> Record:
+    """Reads the record of a run, or runs it and writes the record."""
+    name = f"{run.optimizer}-{run.learning_rate:g}-{run.split}-{run.seed}.json"
+    path = folder / "runs" / name
+    record = report.load(path)
+    if record is None or record.run != run:
+        record = train(task, run)
+        report.save(record, path)
+    return record
+
+
+def markdown(
+    task: Task, tried: dict[str, list[Record]], final: dict[str, list[Record]]
+) -> str:
+    """Returns the two tables of a sweep as Markdown."""
+    run = next(iter(final.values()))[0].run
+    target = task.target(run.steps)
+    aim = "no target" if target is None else f"target {target:g}"
+    settings = f"block size {run.settings.block_size}, "
+    settings += f"refresh every {run.settings.refresh_every}"
+    return "\n".join(
+        [
+            f"# {task.dataset.name}: {task.metric}, {run.steps} steps, {aim}\n",
+            f"Shampoo and SOAP: {settings}. Evaluated every {EVAL_EVERY} steps.\n",
+            f"## At the chosen rates, {len(next(iter(final.values())))} seeds, test\n",
+            *_final_table(final),
+            "\n## The rates, one seed, held-out data\n",
+            *_rates_table(tried),
+            "",
+        ]
+    )
+
+
+def _final_table(final: dict[str, list[Record]]) -> list[str]:
+    head = ["optimizer", "rate", "steps to target", "s to target", "final metric"]
+    head += ["median ms", "mean ms", "state bytes"]
+    rows = [_final_row(name, records) for name, records in final.items()]
+    return _rows([head, ["---"] * len(head), *rows])
+
+
+def _final_row(name: str, records: list[Record]) -> list[str]:
+    return [
+        name,
+        f"{records[0].run.learning_rate:g}",
+        ", ".join(str(record.steps_to_target or "-") for record in records),
+        ", ".join(f"{record.seconds_to_target or 0:.0f}" for record in records),
+        mean_and_deviation([record.final for record in records]),
+        f"{1e3 * statistics.median(r.median_step for r in records):.0f}",
+        f"{1e3 * statistics.median(r.mean_step for r in records):.0f}",
+        f"{records[0].state_bytes:,}",
+    ]
+
+
+def mean_and_deviation(values: Sequence[float]) -> str:
+    """Returns the mean and the sample's standard deviation, `92.20 ± 0.15`."""
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.fmean(values):.3f} ± {deviation:.3f}"
+
+
+def _rates_table(tried: dict[str, list[Record]]) -> list[str]:
+    head = ["optimizer", "rate", "steps to target", "final metric"]
+    rows = [
+        [
+            name,
+            f"{record.run.learning_rate:g}",
+            str(record.steps_to_target or "-"),
+            f"{record.final:.3f}",
+        ]
+        for name, records in tried.items()
+        for record in records
+    ]
+    return _rows([head, ["---"] * len(head), *rows])
+
+
+def _rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def plot(final: dict[str, list[Record]], path: Path) -> None:
+    """Saves the test metric of every seed by step and by seconds."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for color, (name, records) in enumerate(final.items()):
+        for i, record in enumerate(records):
+            style = {"color": f"C{color}", "label": name if i == 0 else None}
+            seconds, metric = report.metric_by_seconds(record)
+            left.plot([step for step, *_ in record.evaluations], metric, **style)
+            right.plot(seconds, metric, **style)
+    example = next(iter(final.values()))[0]
+    report.decorate_metric(left, example, "step")
+    report.decorate_metric(right, example, "training time (s)")
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
