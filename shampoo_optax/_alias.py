@@ -285,8 +285,8 @@ def soap(
         to one.
       b1: decay rate of the filtered gradient, in [0, 1); 0 takes the gradient as it
         is and stores nothing. Default 0.9.
-      b2: decay rate of the factors, in [0, 1]; 1 makes them sums, as AdaGrad does.
-        Default 0.99.
+      b2: decay rate of the factors and of the second moments, in [0, 1]; 1 makes
+        them sums, as AdaGrad does. Default 0.99.
       eps: added to the root of the second moments, >= 0. Default 1e-8.
       weight_decay: the lambda of the decay, >= 0. Default 0.
       mask: which parameters decay: a tree of booleans like the parameters, or a prefix
@@ -297,10 +297,9 @@ def soap(
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
       refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
-        stands for; until then the grafted method alone moves the parameters, or
-        Adam in the unrotated basis where there is none. Default `None`.
-      bias_correction: whether factors and filtered gradient are divided by the sum of
-        their weights. Adam's grafted moments always are. Default `True`.
+        stands for; until then the method is Adam. Default `None`.
+      bias_correction: whether second moments and filtered gradient are divided by
+        the sum of their weights. Default `True`.
       decay: `"decoupled"`, `"corrected"` or `"independent"`, as in
         :func:`decay_weights`, or `"l2"`, which adds to the gradient. Default
         `"decoupled"`.

@@ -130,8 +130,8 @@ def scale_by_soap(
     Args:
       b1: decay rate of the filtered gradient, in [0, 1); 0 takes the gradient as it
         is and stores nothing. Default 0.9.
-      b2: decay rate of the factors, in [0, 1]; 1 makes them sums, as AdaGrad does.
-        Default 0.99.
+      b2: decay rate of the factors and of the second moments, in [0, 1]; 1 makes
+        them sums, as AdaGrad does. Default 0.99.
       eps: added to the root of the second moments, >= 0. Default 1e-8.
       exponents: overrides of p by the order of a block, `{order: p}` with p >= 0.
         Default `None`: 1/2.
@@ -141,8 +141,8 @@ def scale_by_soap(
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         Adam in the unrotated basis where there is none. Default `None`.
-      bias_correction: whether factors and filtered gradient are divided by the sum of
-        their weights. Adam's grafted moments always are. Default `True`.
+      bias_correction: whether second moments and filtered gradient are divided by
+        the sum of their weights. Adam's grafted moments always are. Default `True`.
       drop_weighting: whether new statistics enter with weight 1 in place of 1 - b2,
         without bias correction. Default `False`.
       graft: the method whose step size each block takes: `"adam"`, `"rmsprop"`,
