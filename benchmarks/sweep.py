@@ -147,12 +147,17 @@ def _final_row(name: str, records: list[Record]) -> list[str]:
         name,
         f"{records[0].run.learning_rate:g}",
         ", ".join(str(record.steps_to_target or "-") for record in records),
-        ", ".join(f"{record.seconds_to_target or 0:.0f}" for record in records),
+        ", ".join(_seconds(record) for record in records),
         mean_and_deviation([record.final for record in records]),
         f"{1e3 * statistics.median(r.median_step for r in records):.0f}",
         f"{1e3 * statistics.median(r.mean_step for r in records):.0f}",
         f"{records[0].state_bytes:,}",
     ]
+
+
+def _seconds(record: Record) -> str:
+    seconds = record.seconds_to_target
+    return "-" if seconds is None else f"{seconds:.0f}"
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:
