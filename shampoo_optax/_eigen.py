@@ -25,8 +25,24 @@ def scaled_eigh(matrices: jax.Array, shift: jax.Array) -> tuple[jax.Array, ...]:
     ridge = jnp.ldexp(jnp.broadcast_to(shift, power.shape).astype(scaled.dtype), -power)
     eye = jnp.eye(matrices.shape[-1], dtype=scaled.dtype)
     scaled = scaled + ridge[:, None, None] * eye[None]
-    values, vectors = jnp.linalg.eigh(scaled, symmetrize_input=False)
+    values, vectors = jax.lax.platform_dependent(
+        scaled, cpu=_eigh_one_by_one, default=_eigh
+    )
     return values, vectors, _residual(scaled, values, vectors), power
+
+
+def _eigh(matrices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return tuple(jnp.linalg.eigh(matrices, symmetrize_input=False))
+
+
+def _eigh_one_by_one(matrices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One matrix at a time, in one traced call.
+
+    On CPU a batched eigh waits for threads of the pool that it itself runs in: as
+    many of them at once as the pool has threads, one a side or one a simulated
+    device, wait for each other for ever.
+    """
+    return jax.lax.map(_eigh, matrices)
 
 
 def _residual(matrices, values, vectors) -> jax.Array:

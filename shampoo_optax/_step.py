@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from shampoo_optax._blocking import cut, paste, plan_of, present_slots
@@ -122,15 +121,17 @@ def _check_match(mine: list, theirs: list) -> None:
 def shared_state(plan: Plan, options: Options) -> dict[str, Any]:
     """The initial values of the fields that all states share."""
     axes = factored_axes(plan, options)
-    slots = {name: np.int32(stack.slots) for name, stack in plan.stacks.items()}
-    counters = {name: jnp.zeros(n, jnp.int32) for name, n in slots.items()}
+
+    def counters(names):
+        return {name: jnp.zeros(plan.stacks[name].slots, jnp.int32) for name in names}
+
     return dict(
         count=jnp.zeros((), jnp.int32),
         factors=full_axes(plan, axes, zeros),
         graft_moments=zero_blocks(plan) if keeps_moments(options) else {},
         filtered=zero_blocks(plan) if keeps_filtered(options) else {},
-        failures={name: counters[name] for name in axes},
-        skipped={name: jnp.zeros_like(counter) for name, counter in counters.items()},
+        failures=counters(axes),
+        skipped=counters(plan.stacks),
     )
 
 
