@@ -181,9 +181,8 @@ def begin(
 
 def _check_state(plan: Plan, state: Any) -> None:
     """Refuses gradients that are cut otherwise than the state."""
-    slots = (
-        {} if not plan.stacks else {k: v.shape[-1] for k, v in state.skipped.items()}
-    )
+    held = state.skipped if isinstance(state.skipped, dict) else {}
+    slots = {name: counter.shape[-1] for name, counter in held.items()}
     wanted = {name: stack.slots for name, stack in plan.stacks.items()}
     if slots != wanted:
         raise ValueError(
