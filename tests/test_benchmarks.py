@@ -1,0 +1,173 @@
+"""The main job and the sweep: data, schedules, choices, files and errors."""
+
+import gzip
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import data, report, sweep, train
+from benchmarks.loop import Record, Run
+from benchmarks.optimizers import Settings, warmup_cosine
+from benchmarks.tasks import make_task
+
+SETTINGS = Settings(weight_decay=0.1, block_size=32, refresh_every=2, clip=1.0)
+
+
+@pytest.fixture(autouse=True)
+def rank_promotion():
+    with jax.numpy_rank_promotion("allow"):  # Flax and the models rely on it
+        yield
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    rng = np.random.default_rng(0)
+    path.write_bytes(rng.integers(97, 100, 20_000, dtype=np.uint8).tobytes())
+    return path
+
+
+def record_of(rate, steps_to_target, final):
+    run = Run("shampoo", rate, 10, 0, 5, "held_out", SETTINGS)
+    return Record(
+        run,
+        dataset="verses",
+        metric="bits per byte",
+        target=3.0,
+        state_bytes=0,
+        losses=[1.0] * 10,
+        step_seconds=[0.1] * 10,
+        evaluations=[(5, 1.0, final + 1), (10, 1.0, final)],
+        steps_to_target=steps_to_target,
+    )
+
+
+def test_verses_are_cut_into_three_parts_in_order():
+    verses = data.load_text()
+    (train_part,), (held_out,), (test,) = verses.train, verses.held_out, verses.test
+    assert train_part.tobytes().startswith(b"In the beginning God created")
+    assert len(held_out) == len(test) == pytest.approx(len(train_part) / 18, abs=2)
+    assert len(train_part) + len(held_out) + len(test) > 4_000_000
+
+
+def test_digits_of_the_user_are_all_used_once(tmp_path):
+    rng = np.random.default_rng(0)
+    labels = np.arange(300) % 10
+    rows = np.column_stack([rng.integers(256, size=(300, 784)), labels])
+    path = tmp_path / "digits.csv.gz"
+    with gzip.open(path, "wt") as file:
+        np.savetxt(file, rows, fmt="%d", delimiter=",")
+    digits = data.load_images(path)
+    parts = (digits.train, digits.held_out, digits.test)
+    assert [len(split[0]) for split in parts] == [210, 30, 60]
+    assert (
+        sum(np.bincount(split[1], minlength=10) for split in parts).tolist()
+        == [30] * 10
+    )
+    sums = np.concatenate([split[0].sum((1, 2), int) for split in parts])
+    assert sorted(sums) == sorted(rows[:, :-1].sum(1))
+
+
+def test_schedule_rises_to_the_rate_and_falls_to_zero():
+    schedule = warmup_cosine(0.5, 200)
+    rates = [float(schedule(step)) for step in range(201)]
+    assert np.argmax(rates) == 10 and rates[10] == pytest.approx(0.5)
+    assert np.all(np.diff(rates[:11]) > 0) and np.all(np.diff(rates[10:]) < 0)
+    assert rates[0] == pytest.approx(0.05) and rates[200] == pytest.approx(0, abs=1e-7)
+
+
+def test_labels_are_the_inputs_one_byte_later(text):
+    task = make_task("text", text)
+    inputs, labels = task.take(jax.device_put(task.dataset.train), jnp.array([3, 50]))
+    stream = task.dataset.train[0]
+    assert inputs[1].tolist() == stream[50:114].tolist()
+    assert labels[1].tolist() == stream[51:115].tolist()
+
+
+def test_batches_depend_on_the_seed_alone(text):
+    task = make_task("text", text)
+    first, again, other = (next(task.draw(seed)).tolist() for seed in (0, 0, 1))
+    assert first == again != other
+
+
+def test_the_rate_with_fewest_steps_then_best_metric_is_chosen(text):
+    task = make_task("text", text)
+    slow, fast, better = (
+        record_of(0.1, None, 1.0),
+        record_of(0.2, 5, 3.0),
+        record_of(0.3, 5, 2.0),
+    )
+    assert sweep.choose(task, [slow, fast, better]) is better
+    assert sweep.choose(task, [slow, record_of(0.4, None, 2.0)]) is slow
+
+
+def test_a_record_survives_its_file(tmp_path):
+    record = record_of(0.1, 5, 2.0)
+    path = tmp_path / "run.json"
+    report.save(record, path)
+    assert report.load(path).run == record.run
+    assert report.load(path).steps_to_target == 5
+    assert report.load(tmp_path / "other.json") is None
+
+
+def test_the_main_job_writes_a_figure_and_its_numbers(text, tmp_path, capsys):
+    arguments = ["--data", str(text), "--steps", "3", "--eval-every", "2"]
+    train.main([*arguments, "--refresh-every", "2", "--out", str(tmp_path)])
+    shampoo, adamw = json.loads((tmp_path / "text.txt.json").read_text())
+    assert (tmp_path / "text.txt.png").read_bytes().startswith(b"\x89PNG")
+    assert [shampoo["run"]["optimizer"], adamw["run"]["optimizer"]] == [
+        "shampoo",
+        "adamw",
+    ]
+    # The same initial model and batch, and two different optimizers.
+    assert shampoo["losses"][0] == adamw["losses"][0] != shampoo["losses"][2]
+    assert shampoo["losses"][2] != adamw["losses"][2]
+    for step, nats, bits in shampoo["evaluations"] + adamw["evaluations"]:
+        assert step in (2, 3) and bits == pytest.approx(nats / math.log(2))
+    assert "state bytes" in capsys.readouterr().out
+
+
+def test_a_stopped_sweep_goes_on_where_it_was(text, tmp_path, monkeypatch):
+    begun = []
+
+    def run_instead(task, run):
+        begun.append(run)
+        return record_of(run.learning_rate, 5, run.learning_rate)
+
+    def save_with_its_run(record, path, save=report.save):
+        record.run = begun[-1]
+        save(record, path)
+
+    monkeypatch.setattr(sweep, "train", run_instead)
+    monkeypatch.setattr(report, "save", save_with_its_run)
+    arguments = ["--data", str(text), "--optimizer", "shampoo", "--steps", "10"]
+    arguments += ["--out", str(tmp_path / "out"), "--seeds", "2"]
+    sweep.main([*arguments, "--rates", "0.2", "0.1"])
+    tried = [(run.learning_rate, run.split, run.seed) for run in begun]
+    held_out = [(0.2, "held_out", 0), (0.1, "held_out", 0)]
+    assert tried == [*held_out, (0.1, "test", 1), (0.1, "test", 2)]
+    sweep.main([*arguments, "--rates", "0.2", "0.1", "0.4"])
+    assert [run.learning_rate for run in begun[4:]] == [0.4]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--task", "audio"], ["--task", "'audio'", "text"]),
+        (["--optimizer", "lion"], ["--optimizer", "'lion'", "adamw"]),
+        (["--steps", "0"], ["--steps", "'0'"]),
+        (["--learning-rate", "nan"], ["--learning-rate", "'nan'"]),
+        (["--data", "no-such-file"], ["--data", "no-such-file"]),
+        (["--block", "8"], ["--block"]),
+    ],
+)
+def test_a_bad_option_is_named_in_one_line(arguments, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.main(arguments)
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2 and len(lines) == 1
+    assert all(word in lines[0] for word in words)
