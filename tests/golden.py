@@ -148,20 +148,18 @@ def _direction(group: dict, steps: int):
         blocking = _blocking(group)
         arguments = _filter(group) | _graft(method) | alone
         return so.scale_by_shampoo(**arguments, blocking=blocking)
-    known = ("amortized_computation", "drop_weighting_factor_on_gsquare")
+    known = ("inverse_exponent_override", "drop_weighting_factor_on_gsquare")
+    _take(method, "amortized_computation", *known)
     grafting = group["grafting"]
     arguments = factored_arguments(group) | dict(
         drop_weighting=method.get("drop_weighting_factor_on_gsquare", False),
+        exponents=_exponents(method.get("inverse_exponent_override", {})),
         **(_graft(grafting) if grafting else {"graft": None}),
     )
     root = _root(method["amortized_computation"])
     if method["type"] in _ROOT_INVERSES:
-        _take(method, *known, "inverse_exponent_override")
-        exponents = _exponents(method.get("inverse_exponent_override", {}))
-        arguments |= dict(exponents=exponents, root=root, relative_eps=0.0)
-        return so.scale_by_shampoo(**arguments)
+        return so.scale_by_shampoo(**arguments, root=root, relative_eps=0.0)
     if method["type"] == "EigenvalueCorrectedShampoo":
-        _take(method, *known)
         assert isinstance(root, so.Eigh)  # its ridge does not move eigenvectors
         return so.scale_by_soap(**arguments)
     raise NotImplementedError(f"no translation of the method {method}")

@@ -1,5 +1,7 @@
 """What several test files share: running a transform, reading a jaxpr."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,9 +50,15 @@ def zeros_like(tree):
     return jax.tree.map(jnp.zeros_like, tree)
 
 
-def trace(tx, params, steps, *, jit=True):
+@functools.lru_cache
+def make(name, **kwargs):
+    """One transform for all tests with these arguments: it compiles once."""
+    return TRANSFORMS[name](**kwargs)
+
+
+def trace(tx, params, steps, *, jit=jax.jit):
     """Updates and states after each of `steps` (a list of gradient trees)."""
-    update = jax.jit(tx.update) if jit else tx.update
+    update = jit(tx.update)
     state = tx.init(params)
     updates, states = [], []
     for grads in steps:

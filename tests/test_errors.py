@@ -147,8 +147,7 @@ def test_the_limits_themselves_are_accepted():
         so.shampoo(0.0, weight_decay=0.0, momentum=1.0, dampening=1.0),
         so.scale_by_shampoo(blocking=so.Blocking(1, 1), exponents={2: {0: 0}}),
     ):
-        updates, state = tx.update(grads, tx.init(grads), grads)
-        helpers.assert_finite((updates, state))
+        helpers.assert_finite(helpers.trace(tx, grads, 2 * [grads]))
 
 
 BAD_LEAVES = {
@@ -209,7 +208,7 @@ def test_gradients_unlike_the_state_when_params_are_not_passed(name, kind):
     grads, _ = MISMATCHES[kind]
     tx = TRANSFORMS[name]()
     if kind in ("renamed leaf", "deeper leaf"):  # nothing to tell them by
-        tx.update(grads, tx.init(PARAMS))
+        jax.eval_shape(tx.update, grads, tx.init(PARAMS))
         return
     with pytest.raises(ValueError, match="`updates`"):
         tx.update(grads, tx.init(PARAMS))
@@ -244,9 +243,9 @@ def test_averaged_parameters_of_a_state_without_an_average(make):
 @names
 def test_nothing_is_lost_on_an_error(name):
     """A donated state survives a refused call, and the run goes on unharmed."""
-    tx = TRANSFORMS[name](refresh_every=2)
+    tx = TRANSFORMS[name](refresh_every=6)  # factors of full rank
     shapes = {key: leaf.shape for key, leaf in PARAMS.items()}
-    steps = helpers.normal_steps(shapes, 4)
+    steps = helpers.normal_steps(shapes, 7)
     wanted, _ = helpers.trace(tx, PARAMS, steps)
     update = jax.jit(tx.update, donate_argnums=1)
     state = tx.init(PARAMS)
@@ -255,7 +254,7 @@ def test_nothing_is_lost_on_an_error(name):
             update(grads | {"a": grads["a"].T}, state, PARAMS)
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
         updates, state = update(grads, state, PARAMS)
-        helpers.assert_equal(updates, want)
+        assert helpers.worst(updates, want) <= 1e-4
 
 
 def test_an_error_inside_a_chain_names_the_leaf():
@@ -267,5 +266,5 @@ def test_an_error_inside_a_chain_names_the_leaf():
         jax.tree.map, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)
     )
     masked = optax.masked(so.scale_by_shampoo(), floats)
-    updates, _ = masked.update(params, masked.init(params), params)
+    (updates,), _ = helpers.trace(masked, params, [params])
     assert np.any(updates["net"]["kernel"])

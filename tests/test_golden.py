@@ -37,6 +37,7 @@ KINDS = {
     "rootinv-freq-start": 2,
     "schedule-free": 2,
     "soap-eigh": 3,
+    "soap-exponent-override": 1,
     "two-groups": 1,
     "weight-decay-averaging": 3,
     "weight-decay-corrected": 1,
@@ -45,16 +46,12 @@ KINDS = {
     "weight-decay-l2": 1,
 }
 
-# Cases that the alias can say in one call: no iterate averaging.
+# Some of the cases that the alias can say in one call.
 BY_ALIAS = [
-    "classic-momentum-dampening",
     "classic-momentum-nesterov",
     "edge-shapes-target1",
-    "masked-grads-rootinv-grafted",
-    "rootinv-freq-start-freq4-default-start",
     "weight-decay-averaging-decoupled-nesterov",
     "weight-decay-corrected-plain",
-    "weight-decay-decoupled-plain",
     "weight-decay-independent-plain",
     "weight-decay-l2-plain",
 ]

@@ -136,7 +136,8 @@ def test_rectangular_blocks(shape, double):
 
 def last_direction(scale):
     steps = [scale * helpers.normals(seed, 16, 24) for seed in range(3)]
-    updates, states = helpers.trace(so.scale_by_shampoo(**BARE), steps[0], steps)
+    tx = helpers.make("shampoo", **BARE)
+    updates, states = helpers.trace(tx, steps[0], steps)
     helpers.assert_finite((updates, states))
     assert helpers.total(states[-1].skipped) == 0
     assert helpers.total(states[-1].failures) == 0
@@ -155,7 +156,7 @@ def test_direction_does_not_depend_on_scale(power):
 def test_beyond_the_range_of_the_gram_product(name, power):
     good = [helpers.normals(seed, 16, 24) for seed in range(4)]
     steps = [*good[:3], good[3] * 10.0**power, good[3]]
-    tx = TRANSFORMS[name](**BARE)
+    tx = helpers.make(name, **BARE)
     updates, states = helpers.trace(tx, good[0], steps)
     helpers.assert_finite((updates, states))
     assert np.any(updates[4])

@@ -16,7 +16,9 @@ import shampoo_optax as so
 names = pytest.mark.parametrize("name", TRANSFORMS)
 SHAPES = {"w": (6, 4), "k": (2, 3, 5), "b": (5,), "s": ()}
 
-# Well-conditioned, so that reordered sums move the result by rounding alone.
+# Well-conditioned, so that reordered sums move the result by rounding alone. For SOAP
+# that needs factors of full rank at the first refresh too: any basis of a null space
+# is an eigenbasis.
 STEADY = {
     "shampoo": dict(relative_eps=1e-3, b2=0.9),
     "soap": dict(eps=1e-3, b2=0.9),
@@ -28,8 +30,8 @@ STEADY = {
 @names
 def test_vmap_over_init_and_update(name):
     """A batch of two models is two independent models."""
-    tx = TRANSFORMS[name](**STEADY[name], refresh_every=2)
-    one, other = (helpers.normal_steps(SHAPES, 4, seed=seed) for seed in (0, 1))
+    tx = TRANSFORMS[name](**STEADY[name], refresh_every=6)
+    one, other = (helpers.normal_steps(SHAPES, 7, seed=seed) for seed in (0, 1))
     wanted = [helpers.trace(tx, steps[0], steps) for steps in (one, other)]
     pairs = zip(one, other, strict=True)
     batched = [jax.tree.map(lambda a, b: jnp.stack([a, b]), *pair) for pair in pairs]
@@ -57,15 +59,15 @@ def test_init_under_jit_and_on_shapes(name):
 @names
 def test_donated_state(name):
     """Every buffer of the old state is reused, and the numbers stay."""
-    tx = TRANSFORMS[name](refresh_every=2)
-    steps = helpers.normal_steps(SHAPES, 4)
+    tx = TRANSFORMS[name](**STEADY[name], refresh_every=6)
+    steps = helpers.normal_steps(SHAPES, 7)
     wanted, _ = helpers.trace(tx, steps[0], steps)
     update = jax.jit(tx.update, donate_argnums=1)
     state = tx.init(steps[0])
     for grads, want in zip(steps, wanted, strict=True):
         old, (updates, state) = state, update(grads, state, steps[0])
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
-        helpers.assert_equal(updates, want)
+        assert helpers.worst(updates, want) <= 1e-4
 
 
 @pytest.mark.parametrize("alias", [so.shampoo, so.soap])
@@ -92,22 +94,12 @@ def test_one_compilation(alias, jit_init):
 def test_root_work_sits_in_one_branch_of_one_cond(name):
     params = {key: jnp.ones(shape) for key, shape in SHAPES.items()}
     tx = TRANSFORMS[name](refresh_every=4)
-    found = {
-        tuple(part for part in inside if part.startswith("cond"))
-        for eqn, inside in helpers.update_equations(tx, params)
-        if eqn.primitive.name == "eigh"
-    }
-    assert len(found) == 1
-    ((branch,),) = found
+    equations = helpers.update_equations(tx, params)
+    found = {inside[:1] for eqn, inside in equations if eqn.primitive.name == "eigh"}
     # `lax.cond` puts the branch of a false predicate first.
-    assert branch == "cond[1]"
-
-
-def test_predicate_of_the_cond_is_one_scalar():
-    params = {key: jnp.ones(shape) for key, shape in SHAPES.items()}
-    equations = helpers.update_equations(so.scale_by_shampoo(), params)
-    conds = [eqn for eqn, _ in equations if eqn.primitive.name == "cond"]
-    assert [eqn.invars[0].aval.shape for eqn in conds] == [()]
+    assert found == {("cond[1]",)}
+    outer = [e for e, inside in equations if e.primitive.name == "cond" and not inside]
+    assert [eqn.invars[0].aval.shape for eqn in outer] == [()]
 
 
 @names
@@ -243,7 +235,7 @@ def test_updates_are_linear_in_the_learning_rate(alias):
     one, _ = helpers.trace(alias(0.25, **kwargs), steps[0], steps)
     other, _ = helpers.trace(alias(1.0, **kwargs), steps[0], steps)
     for a, b in zip(one, other, strict=True):
-        helpers.assert_equal(jax.tree.map(lambda x: 4 * x, a), b)
+        assert helpers.worst(jax.tree.map(lambda x: 4 * x, a), b) <= 1e-6
 
 
 @pytest.mark.parametrize("alias", [so.shampoo, so.soap])
@@ -254,7 +246,7 @@ def test_schedule_multiplies_each_update_by_its_rate(alias):
     got, _ = helpers.trace(alias(schedule, refresh_every=2), steps[0], steps)
     unit, _ = helpers.trace(alias(1.0, refresh_every=2), steps[0], steps)
     for a, b, rate in zip(got, unit, rates, strict=True):
-        helpers.assert_equal(a, jax.tree.map(lambda x, r=rate: r * x, b))
+        assert helpers.worst(a, jax.tree.map(lambda x, r=rate: r * x, b)) <= 1e-6
 
 
 @pytest.mark.parametrize(
@@ -266,14 +258,14 @@ def test_alias_is_the_direction_times_minus_the_rate(alias, direction):
     got, _ = helpers.trace(alias(0.5, refresh_every=2), steps[0], steps)
     unit, _ = helpers.trace(direction(refresh_every=2), steps[0], steps)
     for a, b in zip(got, unit, strict=True):
-        helpers.assert_equal(a, jax.tree.map(lambda x: -0.5 * x, b))
+        assert helpers.worst(a, jax.tree.map(lambda x: -0.5 * x, b)) <= 1e-6
 
 
 # ---- hyperparameters that are arrays
 
 
 @pytest.mark.parametrize("alias", [so.shampoo, so.soap])
-@pytest.mark.parametrize("kwargs", [{}, dict(weight_decay=0.1, refresh_every=3)])
+@pytest.mark.parametrize("kwargs", [{}, dict(weight_decay=0.1, refresh_every=6)])
 def test_inject_hyperparams_without_static_args(alias, kwargs):
     """Every number becomes a traced array, and the numbers stay."""
     schedule = optax.linear_schedule(0.1, 0.01, 6)
@@ -289,20 +281,16 @@ def test_inject_hyperparams_without_static_args(alias, kwargs):
 
 
 def test_injected_hyperparameters_can_be_changed():
-    """b1, b2 and the period are read from the state at every step."""
+    """Betas, ridge and period are read from the state at every step."""
     steps = helpers.normal_steps({"w": (6, 4)}, 3)
     injected = optax.inject_hyperparams(so.scale_by_shampoo)(
-        b1=0.5, b2=0.5, refresh_every=1, start=1
+        b1=0.5, b2=0.5, refresh_every=3, relative_eps=0.5
     )
     state = injected.init(steps[0])
-    for key in ("b1", "b2", "refresh_every", "relative_eps", "graft_eps"):
-        if key in state.hyperparams:
-            state.hyperparams[key] = jnp.zeros_like(state.hyperparams[key])
-    assert {"b1", "b2"} <= set(state.hyperparams)
-    state.hyperparams["b1"] = jnp.asarray(0.25, jnp.float32)
-    state.hyperparams["b2"] = jnp.asarray(0.75, jnp.float32)
-    state.hyperparams["refresh_every"] = jnp.asarray(1, jnp.int32)
-    state.hyperparams["relative_eps"] = jnp.asarray(1e-3, jnp.float32)
+    changed = dict(b1=0.25, b2=0.75, refresh_every=1, relative_eps=1e-3)
+    for key, value in changed.items():
+        held = state.hyperparams[key]
+        state.hyperparams[key] = jnp.asarray(value, held.dtype)
     wanted, _ = helpers.trace(
         so.scale_by_shampoo(0.25, 0.75, refresh_every=1, relative_eps=1e-3),
         steps[0],
@@ -320,21 +308,28 @@ def test_injected_hyperparameters_can_be_changed():
 @names
 def test_absent_gradient_leaves_the_state_of_its_leaf(name):
     """`w` and `v` share a stack: only the slot of `v` stands still."""
-    shapes = {"w": (6, 4), "v": (6, 4), "b": (5,)}
+    shapes = {"w": (6, 4), "v": (6, 4), "b": (2,)}
     steps = helpers.normal_steps(shapes, 6)
     absent = [g | {"v": None} if t in (1, 3) else g for t, g in enumerate(steps)]
-    tx = TRANSFORMS[name](refresh_every=2, graft="adam")
+    tx = TRANSFORMS[name](**STEADY[name], refresh_every=2, graft="adam")
     got, states = helpers.trace(tx, steps[0], absent)
     want, full = helpers.trace(tx, steps[0], steps)
     for t in range(6):
         for key in ("w", "b"):
-            np.testing.assert_array_equal(got[t][key], want[t][key])
+            assert helpers.worst(got[t][key], want[t][key]) <= 1e-4
         assert (got[t]["v"] is None) == (t in (1, 3))
     assert int(states[-1].count) == 6
     slot_v, slot_w = 0, 1  # the order of the tree's keys
     for t in (1, 3):
-        before = [x[slot_v] for x in jax.tree.leaves(states[t - 1]) if x.shape[1:]]
-        after = [x[slot_v] for x in jax.tree.leaves(states[t]) if x.shape[1:]]
+        before, after = (
+            [
+                leaf[slot_v]
+                for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+                if "6x4" in jax.tree_util.keystr(path)
+            ]
+            for state in (states[t - 1], states[t])
+        )
+        assert len(before) >= 8  # two factors, two roots, two averages, two counters
         helpers.assert_equal(after, before)
     moved = [
         np.any(
@@ -363,8 +358,9 @@ def test_alias_returns_zeros_for_absent_gradients(alias):
 def test_extra_arguments_are_ignored(name):
     grads = helpers.normal_steps(SHAPES, 1)[0]
     tx = TRANSFORMS[name]()
-    want, _ = tx.update(grads, tx.init(grads), grads)
-    got, _ = tx.update(grads, tx.init(grads), grads, value=jnp.nan, unknown="yes")
+    update = functools.partial(tx.update, value=jnp.nan, unknown=jnp.ones(3))
+    want, _ = jax.jit(tx.update)(grads, tx.init(grads), grads)
+    got, _ = jax.jit(update)(grads, tx.init(grads), grads)
     helpers.assert_equal(got, want)
 
 
@@ -372,8 +368,8 @@ def test_extra_arguments_are_ignored(name):
 def test_params_are_needed_for_nothing_but_absent_leaves(name):
     grads = helpers.normal_steps(SHAPES, 1)[0]
     tx = TRANSFORMS[name]()
-    want, _ = tx.update(grads, tx.init(grads), grads)
-    got, _ = tx.update(grads, tx.init(grads))
+    want, _ = jax.jit(tx.update)(grads, tx.init(grads), grads)
+    got, _ = jax.jit(tx.update)(grads, tx.init(grads))
     helpers.assert_equal(got, want)
 
 
@@ -392,7 +388,7 @@ def test_mask_of_the_decay(alias):
     zeros = helpers.zeros_like(params)
     for mask in ({"w": True, "b": False}, lambda p: {"w": True, "b": False}):
         tx = alias(0.5, weight_decay=0.25, mask=mask)
-        updates, _ = tx.update(zeros, tx.init(params), params)
+        (updates,), _ = helpers.trace(tx, params, [zeros])
         np.testing.assert_allclose(updates["w"], np.full((6, 4), -0.125))
         assert not np.any(updates["b"])
 
@@ -401,9 +397,9 @@ def test_pure_decay_follows_its_closed_form():
     """Twenty zero gradients, decay 0.1, rate 0.1: 0.99^20 of the start."""
     tx = so.shampoo(0.1, weight_decay=0.1)
     params = {"w": jnp.ones((6, 4))}
-    state = tx.init(params)
+    state, update = tx.init(params), jax.jit(tx.update)
     for _ in range(20):
-        updates, state = jax.jit(tx.update)(helpers.zeros_like(params), state, params)
+        updates, state = update(helpers.zeros_like(params), state, params)
         params = optax.apply_updates(params, updates)
     assert math.isclose(0.99**20, 0.817907, rel_tol=1e-6)
     np.testing.assert_allclose(params["w"], np.full((6, 4), 0.817907), rtol=1e-5)
