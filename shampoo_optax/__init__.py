@@ -1,6 +1,6 @@
 """Distributed Shampoo and its family as optax gradient transforms."""
 
-from shampoo_optax._alias import fill_absent, shampoo, soap
+from shampoo_optax._alias import shampoo, soap
 from shampoo_optax._averaging import (
     IterateAveragingState,
     ScaleByMomentumState,
@@ -10,6 +10,7 @@ from shampoo_optax._averaging import (
     schedule_free,
     train_params,
 )
+from shampoo_optax._chain import fill_absent
 from shampoo_optax._config import Blocking, Eigh, PseudoInverse
 from shampoo_optax._decay import DecayWeightsState, decay_weights
 from shampoo_optax._shampoo import ScaleByShampooState, scale_by_shampoo

@@ -1,124 +1,22 @@
 """Ready optimizers: chains of the transforms and nothing else."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
 
-import jax
-import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from shampoo_optax._averaging import scale_by_momentum
+from shampoo_optax._chain import AliasDecay, descend
 from shampoo_optax._config import (
     Blocking,
     Eigh,
     Exponents,
     Graft,
+    Mask,
     Root,
     ScalarOrSchedule,
-    check_choice,
-    check_rate,
-    is_static,
 )
-from shampoo_optax._decay import decay_weights
 from shampoo_optax._shampoo import scale_by_shampoo
 from shampoo_optax._soap import scale_by_soap
-from shampoo_optax._trees import is_none, tree_map
-
-Decay = Literal["l2", "decoupled", "corrected", "independent"]
-Mask = Any | Callable[[optax.Params], Any]
-
-
-def fill_absent() -> optax.GradientTransformationExtraArgs:
-    """Makes the updates of absent gradients 0.
-
-    Last in a chain, after transforms that leave `None` as `None`; then
-    `optax.apply_updates` takes the result. Needs `params` in `update`; without them
-    the updates pass as they are.
-
-    Returns:
-      An `optax.GradientTransformationExtraArgs` without state.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> import shampoo_optax as so
-      >>> tx = so.fill_absent()
-      >>> params = {"seen": jnp.ones(2), "unseen": jnp.ones(2)}
-      >>> updates = {"seen": jnp.ones(2), "unseen": None}
-      >>> tx.update(updates, tx.init(params), params)[0]["unseen"].tolist()
-      [0.0, 0.0]
-    """
-
-    def init_fn(params: optax.Params) -> optax.EmptyState:
-        del params
-        return optax.EmptyState()
-
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.EmptyState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        del extra_args
-        if params is None:
-            return updates, state
-
-        def fill(update, param):
-            absent = update is None and param is not None
-            return jnp.zeros_like(param) if absent else update
-
-        filled = jax.tree.map(fill, updates, params, is_leaf=is_none)
-        return filled, state
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _descend(
-    learning_rate: ScalarOrSchedule,
-    direction: optax.GradientTransformation,
-    *,
-    weight_decay: ArrayLike = 0.0,
-    mask: Mask | None = None,
-    decay: Decay = "decoupled",
-    peak_learning_rate: ArrayLike | None = None,
-    momentum: ArrayLike = 0.0,
-    dampening: ArrayLike = 0.0,
-    nesterov: bool = False,
-) -> optax.GradientTransformationExtraArgs:
-    """Chains a direction with decay, momentum and the step size, in their order."""
-    check_rate("learning_rate", learning_rate)
-    check_choice("decay", decay, get_args(Decay))
-    before, after = [], []
-    if not is_static(weight_decay, 0):
-        if decay == "l2":
-            before = [decay_weights(weight_decay, mask=mask)]
-        else:
-            after = [
-                decay_weights(
-                    weight_decay,
-                    mode=decay,
-                    learning_rate=learning_rate,
-                    peak_learning_rate=peak_learning_rate,
-                    mask=mask,
-                )
-            ]
-    if not is_static(momentum, 0):
-        after += [scale_by_momentum(momentum, dampening=dampening, nesterov=nesterov)]
-    step = _scale_by_step_size(learning_rate)
-    return optax.chain(*before, direction, *after, step, fill_absent())
-
-
-def _scale_by_step_size(
-    learning_rate: ScalarOrSchedule,
-) -> optax.GradientTransformation:
-    """Multiplies by -rate and keeps the dtype, also where the rate is an array."""
-    if callable(learning_rate):
-        return optax.scale_by_learning_rate(learning_rate)
-
-    def scale(updates: optax.Updates, _: optax.Params | None) -> optax.Updates:
-        return tree_map(lambda u: (-learning_rate * u).astype(u.dtype), updates)
-
-    return optax.stateless(scale)
 
 
 def shampoo(
@@ -138,10 +36,10 @@ def shampoo(
     graft: Graft | None = "adam",
     graft_b2: ArrayLike | None = None,
     graft_eps: ArrayLike = 1e-8,
-    momentum: ArrayLike = 0.0,
+    momentum: ArrayLike | None = None,
     dampening: ArrayLike = 0.0,
     nesterov: bool = False,
-    decay: Decay = "decoupled",
+    decay: AliasDecay = "decoupled",
     peak_learning_rate: ArrayLike | None = None,
     root: Root = Eigh(),
     blocking: Blocking = Blocking(),
@@ -162,7 +60,8 @@ def shampoo(
         Default 0.99.
       eps: ridge added to the eigenvalues of a factor, >= 0, in units of the squared
         gradient. Default 0.
-      weight_decay: the lambda of the decay, >= 0. Default 0.
+      weight_decay: the lambda of the decay, >= 0; `update` needs `params` unless it is
+        a Python 0. Default 0.
       mask: which parameters decay: a tree of booleans like the parameters, or a prefix
         of one, or a function from parameters to one. Default `None`: all.
       relative_eps: ridge in units of a factor's largest eigenvalue, >= 0; the larger
@@ -183,15 +82,15 @@ def shampoo(
       graft_b2: decay rate of the grafted second moments, in [0, 1); `None` stands for
         `b2`. Default `None`.
       graft_eps: added to the root of the grafted second moments, >= 0. Default 1e-8.
-      momentum: the mu of :func:`scale_by_momentum`, in [0, 1]; 0 keeps no buffer.
-        Default 0.
+      momentum: the mu of :func:`scale_by_momentum`, in [0, 1]; `None` keeps no
+        buffer. Default `None`.
       dampening: the delta of :func:`scale_by_momentum`, in [0, 1]. Default 0.
       nesterov: whether momentum looks ahead. Default `False`.
       decay: `"decoupled"`, `"corrected"` or `"independent"`, as in
         :func:`decay_weights`, or `"l2"`, which adds to the gradient. Default
         `"decoupled"`.
       peak_learning_rate: the largest learning rate, > 0, for corrected and independent
-        decay; `None` stands for `learning_rate` where that is a number. Default
+        decay; `None` stands for `learning_rate` where that is a Python number. Default
         `None`.
       root: how inverse roots are computed, an :class:`Eigh` or a
         :class:`PseudoInverse`. Default `Eigh()`.
@@ -200,7 +99,7 @@ def shampoo(
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Updates have the shapes and dtypes of
-      the gradients.
+      the gradients, or of the parameters where those are absent.
 
     Raises:
       ValueError: if an argument has a value other than those above; in `init` or
@@ -245,7 +144,7 @@ def shampoo(
         root=root,
         blocking=blocking,
     )
-    return _descend(
+    return descend(
         learning_rate,
         direction,
         weight_decay=weight_decay,
@@ -271,7 +170,7 @@ def soap(
     refresh_every: ArrayLike = 10,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
-    decay: Decay = "decoupled",
+    decay: AliasDecay = "decoupled",
     peak_learning_rate: ArrayLike | None = None,
     blocking: Blocking = Blocking(),
 ) -> optax.GradientTransformationExtraArgs:
@@ -288,7 +187,8 @@ def soap(
       b2: decay rate of the factors and of the second moments, in [0, 1]; 1 makes
         them sums, as AdaGrad does. Default 0.99.
       eps: added to the root of the second moments, >= 0. Default 1e-8.
-      weight_decay: the lambda of the decay, >= 0. Default 0.
+      weight_decay: the lambda of the decay, >= 0; `update` needs `params` unless it is
+        a Python 0. Default 0.
       mask: which parameters decay: a tree of booleans like the parameters, or a prefix
         of one, or a function from parameters to one. Default `None`: all.
       exponents: overrides of p by the order of a block, `{order: p}` with p >= 0.
@@ -304,14 +204,14 @@ def soap(
         :func:`decay_weights`, or `"l2"`, which adds to the gradient. Default
         `"decoupled"`.
       peak_learning_rate: the largest learning rate, > 0, for corrected and independent
-        decay; `None` stands for `learning_rate` where that is a number. Default
+        decay; `None` stands for `learning_rate` where that is a Python number. Default
         `None`.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
         `Blocking()`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Updates have the shapes and dtypes of
-      the gradients.
+      the gradients, or of the parameters where those are absent.
 
     Raises:
       ValueError: if an argument has a value other than those above; in `init` or
@@ -351,7 +251,7 @@ def soap(
         bias_correction=bias_correction,
         blocking=blocking,
     )
-    return _descend(
+    return descend(
         learning_rate,
         direction,
         weight_decay=weight_decay,

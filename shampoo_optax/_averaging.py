@@ -8,13 +8,14 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._config import (
+    Decay,
     ScalarOrSchedule,
     check_choice,
     check_number,
     check_rate,
 )
-from shampoo_optax._decay import DecayMode, check_decay, decay_rate, rate_at
-from shampoo_optax._trees import is_none, next_count, require_params, tree_map, wide
+from shampoo_optax._decay import check_decay, decay_rate, rate_at
+from shampoo_optax._trees import advance, next_count, require_params, tree_map, wide
 
 
 class ScaleByMomentumState(NamedTuple):
@@ -100,26 +101,20 @@ def scale_by_momentum(
         del params, extra_args
 
         def accumulate(buffer, update):
-            return (momentum * buffer + (1 - dampening) * update).astype(buffer.dtype)
+            return (momentum * buffer + (1 - dampening) * wide(update)).astype(
+                buffer.dtype
+            )
 
         def look_ahead(update, buffer):
-            ahead = (1 - dampening) * update + momentum * buffer if nesterov else buffer
+            if not nesterov:
+                return buffer.astype(update.dtype)
+            ahead = (1 - dampening) * wide(update) + momentum * buffer
             return ahead.astype(update.dtype)
 
-        buffers = _advance(accumulate, state.momentum, updates)
+        buffers = advance(accumulate, state.momentum, updates)
         return tree_map(look_ahead, updates, buffers), ScaleByMomentumState(buffers)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _advance(function: Any, trees: Any, updates: optax.Updates) -> Any:
-    """Maps over a tree of buffers; a buffer whose update is absent stays as it is."""
-    return jax.tree.map(
-        lambda update, buffer: buffer if update is None else function(buffer, update),
-        updates,
-        trees,
-        is_leaf=is_none,
-    )
 
 
 def primal_averaging(
@@ -128,7 +123,7 @@ def primal_averaging(
     eval_coefficient: ArrayLike,
     train_coefficient: ArrayLike,
     weight_decay: ArrayLike = 0.0,
-    decay: DecayMode = "decoupled",
+    decay: Decay = "decoupled",
     peak_learning_rate: ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Generalized primal averaging: trains between the fast iterates and their mean.
@@ -206,7 +201,7 @@ def schedule_free(
     train_coefficient: ArrayLike = 0.9,
     power: ArrayLike = 2.0,
     weight_decay: ArrayLike = 0.0,
-    decay: DecayMode = "decoupled",
+    decay: Decay = "decoupled",
     peak_learning_rate: ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Schedule-free averaging of the iterates.
@@ -262,9 +257,8 @@ def schedule_free(
     def coefficient(rate, weight_sum):
         weight = jnp.asarray(rate, weight_sum.dtype) ** power
         total = weight_sum + weight
-        return 1 - jnp.where(
-            total > 0, weight / jnp.where(total > 0, total, 1), 0
-        ), total
+        newest = jnp.where(total > 0, weight / jnp.where(total > 0, total, 1), 0)
+        return 1 - newest, total
 
     return _iterate_averaging(learning_rate, coefficient, train_coefficient, decays)
 
@@ -303,16 +297,19 @@ def _iterate_averaging(
         ahead = 1 - towards * train_coefficient
 
         def move(update, fast, param):
-            pull = (1 - towards) * (shrink * fast - param)
-            return (pull - ahead * rate * update).astype(update.dtype)
+            pull = (1 - towards) * (shrink * fast - wide(param))
+            return (pull - ahead * rate * wide(update)).astype(update.dtype)
 
-        def advance(fast, update):
-            return (shrink * fast - rate * update).astype(fast.dtype)
+        def step(fast, update):
+            return (shrink * fast - rate * wide(update)).astype(fast.dtype)
 
         moved = tree_map(move, updates, state.fast, params)
-        fast = _advance(advance, state.fast, updates)
+        fast = advance(step, state.fast, updates)
         return moved, state._replace(
-            count=next_count(state.count), fast=fast, weight_sum=weight_sum
+            count=next_count(state.count),
+            fast=fast,
+            weight_sum=weight_sum,
+            train_coefficient=jnp.asarray(train_coefficient, weight_sum.dtype),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -65,26 +65,6 @@ def _boxes(merged: Sequence[int], blocking: Blocking):
         yield tuple(zip(*pieces, strict=True)) or ((), (), ())
 
 
-def block_shapes(shape: Sequence[int], blocking: Blocking) -> tuple[tuple, ...]:
-    """The shapes of a parameter's blocks, row-major over the grid of cuts.
-
-    >>> block_shapes((5, 3), Blocking(4, merge_to=2))
-    ((4, 3), (1, 3))
-    """
-    merged = merge_shape(shape, blocking)
-    if 0 in merged:
-        return (merged,)
-    sides = (
-        [
-            size
-            for _, count, size in _pieces(side, blocking.block_size)
-            for _ in range(count)
-        ]
-        for side in merged
-    )
-    return tuple(itertools.product(*sides))
-
-
 def stack_name(block: Sequence[int], dtype: np.dtype) -> str:
     """The key of a stack: its block's shape, and its dtype where not float32."""
     shape = "x".join(map(str, block)) or "scalar"
@@ -106,8 +86,8 @@ def plan_of(leaves: Sequence[Any], blocking: Blocking) -> Plan:
         for start, grid, block in _boxes(merged[index], blocking):
             name = stack_name(block, dtype)
             stack = stacks.get(name, Stack(block, dtype, 0))
-            regions.append(Region(index, name, stack.slots, start, grid, block))
-            stacks[name] = stack._replace(slots=stack.slots + math.prod(grid))
+            regions.append(Region(index, name, stack.size, start, grid, block))
+            stacks[name] = stack._replace(size=stack.size + math.prod(grid))
     return Plan(shapes, merged, tuple(regions), stacks)
 
 
@@ -140,7 +120,7 @@ def cut(plan: Plan, leaves: Sequence[jax.Array | None]) -> Stacks:
 
 def present_slots(plan: Plan, leaves: Sequence[jax.Array | None]) -> dict:
     """Which slots hold a block of a leaf that is not `None`: `{stack: bool [n]}`."""
-    present = {name: np.ones(stack.slots, bool) for name, stack in plan.stacks.items()}
+    present = {name: np.ones(stack.size, bool) for name, stack in plan.stacks.items()}
     for region in plan.regions:
         present[region.stack][region.slots] = leaves[region.leaf] is not None
     return present

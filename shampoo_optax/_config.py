@@ -12,10 +12,12 @@ from jax.typing import ArrayLike
 Graft = Literal["sgd", "adagrad", "rmsprop", "adam"]
 MergeFrom = Literal["leading", "trailing"]
 Ridge = Literal["before", "after"]
+Decay = Literal["decoupled", "corrected", "independent"]
 
 Schedule = Callable[[jax.Array], ArrayLike]
 ScalarOrSchedule = ArrayLike | Schedule
 Exponents = Mapping[int, float | Mapping[int, float]]
+Mask = Any | Callable[[Any], Any]  # booleans like the parameters, or a prefix
 
 
 def _is_known(value: Any) -> bool:
@@ -265,7 +267,8 @@ class Options:
         check_choice("graft", self.graft, (None, *get_args(Graft)))
         name = "b2" if self.graft_b2 is None else "graft_b2"
         value = getattr(self, name)
-        if self.graft in ("rmsprop", "adam") and _is_known(value) and value == 1:
+        never = self.graft in ("rmsprop", "adam") and not self.graft_drop_weighting
+        if never and _is_known(value) and value == 1:
             raise ValueError(
                 f"`{name}` must be below 1 for {self.graft!r} grafting, which would "
                 f"never accumulate, got {value!r}; set `graft_b2`, or take 'adagrad'."
@@ -301,7 +304,7 @@ def check_exponents(exponents: Any, per_axis: bool = True) -> None:
         check_integer("exponents", order)
         if per_axis and isinstance(override, Mapping):
             for axis, exponent in override.items():
-                if axis not in range(order):
+                if isinstance(axis, bool) or axis not in range(order):
                     raise ValueError(
                         f"`exponents` must name axes below the order {order}, "
                         f"got {axis!r}."

@@ -1,22 +1,22 @@
 """Weight decay: coupled, decoupled, corrected and independent."""
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._config import (
+    Decay,
+    Mask,
     ScalarOrSchedule,
     check_choice,
     check_number,
     check_rate,
 )
 from shampoo_optax._trees import next_count, require_params, tree_map, wide
-
-DecayMode = Literal["decoupled", "corrected", "independent"]
 
 
 class DecayWeightsState(NamedTuple):
@@ -36,33 +36,41 @@ def rate_at(learning_rate: ScalarOrSchedule, count: jax.Array) -> ArrayLike:
 
 def check_decay(
     weight_decay: ArrayLike,
-    mode: str,
+    decay: str,
     learning_rate: ScalarOrSchedule | None,
     peak_learning_rate: ArrayLike | None,
 ) -> None:
-    """Refuses bad decay rates, and modes whose learning rates are not known."""
+    """Refuses bad decay rates, and kinds of decay whose rates are not known."""
     check_number("weight_decay", weight_decay)
-    check_choice("mode", mode, get_args(DecayMode))
+    check_choice("decay", decay, get_args(Decay))
     if learning_rate is not None:
         check_rate("learning_rate", learning_rate)
     if peak_learning_rate is not None:
         check_number("peak_learning_rate", peak_learning_rate, positive=True)
-    if mode == "corrected" and learning_rate is None:
+    if decay == "corrected" and learning_rate is None:
         raise ValueError(
             "`learning_rate` must be given for 'corrected' decay, got None."
         )
-    peak = learning_rate if peak_learning_rate is None else peak_learning_rate
-    known = not isinstance(peak, jax.core.Tracer)
-    if mode != "decoupled" and (peak is None or callable(peak) or known and peak == 0):
+    fixed = isinstance(learning_rate, int | float) and learning_rate > 0
+    if decay != "decoupled" and peak_learning_rate is None and not fixed:
         raise ValueError(
-            f"`peak_learning_rate` must be a number above 0 for {mode!r} decay where "
-            f"`learning_rate` is not one, got {peak_learning_rate!r}."
+            f"`peak_learning_rate` must be a number above 0 for {decay!r} decay where "
+            f"`learning_rate` is not a Python number above 0, got {learning_rate!r}."
+        )
+
+
+def check_mask(mask: Any) -> None:
+    """Refuses a mask with leaves that are not booleans."""
+    leaves = () if callable(mask) else jax.tree.leaves(mask)
+    if not all(isinstance(leaf, bool | np.bool_) for leaf in leaves):
+        raise ValueError(
+            f"`mask` must be a tree of booleans or a callable, got {mask!r}."
         )
 
 
 def decay_rate(
     weight_decay: ArrayLike,
-    mode: DecayMode,
+    decay: Decay,
     learning_rate: ScalarOrSchedule | None,
     peak_learning_rate: ArrayLike | None,
     count: jax.Array,
@@ -72,10 +80,10 @@ def decay_rate(
     :math:`\lambda` (decoupled), :math:`\lambda \eta_t / \eta_{peak}` (corrected) or
     :math:`\lambda / \eta_{peak}` (independent).
     """
-    if mode == "decoupled":
+    if decay == "decoupled":
         return weight_decay
     peak = learning_rate if peak_learning_rate is None else peak_learning_rate
-    if mode == "independent":
+    if decay == "independent":
         return weight_decay / peak
     return weight_decay * rate_at(learning_rate, count) / peak
 
@@ -83,10 +91,10 @@ def decay_rate(
 def decay_weights(
     weight_decay: ArrayLike,
     *,
-    mode: DecayMode = "decoupled",
+    decay: Decay = "decoupled",
     learning_rate: ScalarOrSchedule | None = None,
     peak_learning_rate: ArrayLike | None = None,
-    mask: Any | Callable[[optax.Params], Any] | None = None,
+    mask: Mask | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adds the parameters, times a rate, to the updates.
 
@@ -100,11 +108,11 @@ def decay_weights(
 
     Args:
       weight_decay: :math:`\lambda` >= 0.
-      mode: `"decoupled"`, `"corrected"` or `"independent"`. Default `"decoupled"`.
+      decay: `"decoupled"`, `"corrected"` or `"independent"`. Default `"decoupled"`.
       learning_rate: :math:`\eta_t`, the number >= 0 or the schedule of the chain's
         step size; needed for corrected decay. Default `None`.
       peak_learning_rate: :math:`\eta_{peak}` > 0; `None` stands for `learning_rate`
-        where that is a number. Default `None`.
+        where that is a Python number. Default `None`.
       mask: which parameters decay: a tree of booleans like the parameters, or a prefix
         of one, or a function from parameters to one. Default `None`: all.
 
@@ -132,7 +140,8 @@ def decay_weights(
       Defazio, Why Gradients Rapidly Increase Near the End of Training, 2025,
       https://arxiv.org/abs/2506.02285.
     """
-    check_decay(weight_decay, mode, learning_rate, peak_learning_rate)
+    check_decay(weight_decay, decay, learning_rate, peak_learning_rate)
+    check_mask(mask)
 
     def init_fn(params: optax.Params) -> DecayWeightsState:
         del params
@@ -147,16 +156,15 @@ def decay_weights(
         del extra_args
         require_params(params, "for weight decay")
         rate = decay_rate(
-            weight_decay, mode, learning_rate, peak_learning_rate, state.count
+            weight_decay, decay, learning_rate, peak_learning_rate, state.count
         )
 
-        def decay(update, param, decayed):
-            if not decayed:
+        def add(update, param, decays):
+            if not decays:
                 return update
-            return (update + rate * wide(param)).astype(update.dtype)
+            return (wide(update) + rate * wide(param)).astype(update.dtype)
 
-        decayed = _broadcast_mask(mask, params)
-        updates = tree_map(decay, updates, params, decayed)
+        updates = tree_map(add, updates, params, _broadcast_mask(mask, params))
         return updates, DecayWeightsState(next_count(state.count))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -26,7 +26,7 @@ def full_axes(plan: Plan, axes: dict, fill) -> AxisStacks:
     """Builds `{stack: {axis: fill(n, d, dtype)}}` for the given axes."""
     return {
         name: {
-            axis: fill(stack.slots, stack.block[int(axis)], stack.dtype)
+            axis: fill(stack.size, stack.block[int(axis)], stack.dtype)
             for axis in axes[name]
         }
         for name, stack in plan.stacks.items()
@@ -34,14 +34,14 @@ def full_axes(plan: Plan, axes: dict, fill) -> AxisStacks:
     }
 
 
-def zeros(slots: int, side: int, dtype) -> jax.Array:
+def zeros(size: int, side: int, dtype) -> jax.Array:
     """A stack of zero matrices, `[n, d, d]`."""
-    return jnp.zeros((slots, side, side), dtype)
+    return jnp.zeros((size, side, side), dtype)
 
 
-def identities(slots: int, side: int, dtype) -> jax.Array:
+def identities(size: int, side: int, dtype) -> jax.Array:
     """A stack of identity matrices, `[n, d, d]`."""
-    return jnp.broadcast_to(jnp.eye(side, dtype=dtype), (slots, side, side)).copy()
+    return jnp.broadcast_to(jnp.eye(side, dtype=dtype), (size, side, side)).copy()
 
 
 def gram(blocks: jax.Array, axis: int) -> jax.Array:
@@ -116,7 +116,8 @@ def usable_slots(
 
     def usable(name, block):
         total = jnp.sum(jnp.square(block), axis=tuple(range(1, block.ndim)))
-        for factor in list(factors.get(name, {}).values())[:1]:
+        factor = next(iter(factors.get(name, {}).values()), None)
+        if factor is not None:
             total += jnp.trace(factor, axis1=1, axis2=2)
         return present[name] & (total < jnp.finfo(block.dtype).max / 4)
 

@@ -21,7 +21,7 @@ def keeps_moments(options: Options) -> bool:
 def zero_blocks(plan: Plan) -> Stacks:
     """A zero for every entry of every block, `{stack: [n, *block]}`."""
     return {
-        name: jnp.zeros((stack.slots, *stack.block), stack.dtype)
+        name: jnp.zeros((stack.size, *stack.block), stack.dtype)
         for name, stack in plan.stacks.items()
     }
 
@@ -47,7 +47,9 @@ def filter_gradient(
     """
     if not keeps_filtered(options):
         return blocks, filtered
-    b3 = options.b1 if options.b3 is None else options.b3
+    b3 = options.b1
+    if options.b3 is not None:
+        b3 = jnp.where(options.b1 == 0, 0, options.b3)
     used, kept = {}, {}
     for name, block in blocks.items():
         dtype, old = block.dtype, filtered[name]

@@ -214,7 +214,7 @@ def scale_by_shampoo(
     ) -> tuple[optax.Updates, ScaleByShampooState]:
         del extra_args
         step = begin(updates, state, params, options)
-        if not step.blocks:
+        if step is None:
             return updates, state._replace(count=next_count(state.count))
         plan = step.gradients.plan
         refresh = partial(

@@ -226,7 +226,7 @@ def scale_by_soap(
     ) -> tuple[optax.Updates, ScaleBySoapState]:
         del extra_args
         step = begin(updates, state, params, options)
-        if not step.blocks:
+        if step is None:
             return updates, state._replace(count=next_count(state.count))
         recompute = partial(
             refresh,

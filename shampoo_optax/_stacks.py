@@ -16,7 +16,7 @@ class Stack(NamedTuple):
 
     block: tuple[int, ...]
     dtype: np.dtype  # of the statistics: float32 or wider
-    slots: int
+    size: int  # number of slots
 
 
 class Region(NamedTuple):

@@ -123,7 +123,7 @@ def shared_state(plan: Plan, options: Options) -> dict[str, Any]:
     axes = factored_axes(plan, options)
 
     def counters(names):
-        return {name: jnp.zeros(plan.stacks[name].slots, jnp.int32) for name in names}
+        return {name: jnp.zeros(plan.stacks[name].size, jnp.int32) for name in names}
 
     return dict(
         count=jnp.zeros((), jnp.int32),
@@ -154,16 +154,21 @@ class Step(NamedTuple):
     blocks: Stacks  # the gradient, zero in unusable slots
     usable: dict[str, jax.Array]  # {stack: [n]}, bool
     factors: AxisStacks  # with this step's statistics
-    refresh: jax.Array  # [], bool
+    due: jax.Array  # [], bool: whether this step refreshes
     started: jax.Array  # [], bool
 
 
 def begin(
     updates: optax.Updates, state: Any, params: optax.Params | None, options: Options
-) -> Step:
-    """Reads the gradients, finds the usable slots, and updates the factors."""
+) -> Step | None:
+    """Reads the gradients, finds the usable slots, and updates the factors.
+
+    Returns `None` for a tree without blocks.
+    """
     gradients = read_gradients(updates, params, options.blocking)
     _check_state(gradients.plan, state)
+    if not gradients.plan.stacks:
+        return None
     count = next_count(state.count)
     usable = usable_slots(
         gradients.plan, gradients.present, gradients.blocks, state.factors
@@ -182,18 +187,18 @@ def begin(
 def _check_state(plan: Plan, state: Any) -> None:
     """Refuses gradients that are cut otherwise than the state."""
     held = state.skipped if isinstance(state.skipped, dict) else {}
-    slots = {name: counter.shape[-1] for name, counter in held.items()}
-    wanted = {name: stack.slots for name, stack in plan.stacks.items()}
-    if slots != wanted:
+    sizes = {name: counter.shape[-1] for name, counter in held.items()}
+    wanted = {name: stack.size for name, stack in plan.stacks.items()}
+    if sizes != wanted:
         raise ValueError(
             "`updates` must have the shapes and dtypes of the parameters given to "
-            f"`init` (pass `params` if they differ), got blocks {wanted} for {slots}."
+            f"`init` (pass `params` if they differ), got blocks {wanted} for {sizes}."
         )
 
 
 def refresh_if_due(step: Step, refresh: Callable, *derived: Any) -> Any:
     """Calls `refresh(*derived)` at a refresh, else returns `derived`."""
-    return jax.lax.cond(step.refresh, refresh, lambda *kept: kept, *derived)
+    return jax.lax.cond(step.due, refresh, lambda *kept: kept, *derived)
 
 
 def finish(
@@ -223,7 +228,7 @@ def finish(
     }
     present = step.gradients.present
     skipped = {
-        name: counter + (present[name] & ~usable[name])
+        name: counter + (present[name] & ~usable[name]).astype(counter.dtype)
         for name, counter in state.skipped.items()
     }
     fields = dict(

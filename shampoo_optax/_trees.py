@@ -22,6 +22,16 @@ def tree_map(function, updates: optax.Updates, *trees: Any) -> optax.Updates:
     )
 
 
+def advance(function, buffers: Any, updates: optax.Updates) -> Any:
+    """Maps over a tree of buffers; a buffer whose update is absent stays as it is."""
+    return jax.tree.map(
+        lambda update, buffer: buffer if update is None else function(buffer, update),
+        updates,
+        buffers,
+        is_leaf=is_none,
+    )
+
+
 def next_count(count: jax.Array) -> jax.Array:
     """The count of one more step; it stays at the largest int32."""
     return count + (count < jnp.iinfo(count.dtype).max).astype(count.dtype)
