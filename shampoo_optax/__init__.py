@@ -10,7 +10,13 @@ from shampoo_optax._averaging import (
     schedule_free,
     train_params,
 )
-from shampoo_optax._config import Blocking, Eigh, PseudoInverse
+from shampoo_optax._config import (
+    Blocking,
+    CoupledNewton,
+    Eigh,
+    HigherOrderNewton,
+    PseudoInverse,
+)
 from shampoo_optax._decay import DecayWeightsState, decay_weights
 from shampoo_optax._shampoo import ScaleByShampooState, scale_by_shampoo
 from shampoo_optax._soap import ScaleBySoapState, scale_by_soap
@@ -19,8 +25,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Blocking",
+    "CoupledNewton",
     "DecayWeightsState",
     "Eigh",
+    "HigherOrderNewton",
     "IterateAveragingState",
     "PseudoInverse",
     "ScaleByMomentumState",

@@ -1,6 +1,6 @@
 """Recomputing what is derived from factors: one batched call a side, guarded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ def refresh(
     usable: dict[str, jax.Array],
     compute: Callable[[jax.Array, list[tuple[str, str, int]]], tuple],
     max_residual: float,
+    kind: Callable[[str, str], Hashable] = lambda name, axis: None,
 ) -> tuple[AxisStacks, dict[str, jax.Array]]:
     """Recomputes the matrices derived from the factors of all usable slots.
 
@@ -31,13 +32,15 @@ def refresh(
         (stack, axis, slots) that they come from, to the new matrices and their
         residuals `[N]`.
       max_residual: the largest residual that is not refused.
+      kind: maps a stack and an axis to a key; only factors of equal keys share a
+        call.
 
     Returns:
       the new matrices and the new counts of failures.
     """
     fresh = {name: dict(axes) for name, axes in derived.items()}
     failed = {name: jnp.zeros_like(usable[name]) for name in factors}
-    for members in _by_side(factors).values():
+    for members in _by_side(factors, kind).values():
         batch = jnp.concatenate([factors[name][axis] for name, axis, _ in members])
         matrices, residuals = compute(batch, members)
         sound = jnp.all(jnp.isfinite(matrices), axis=(1, 2))
@@ -55,11 +58,12 @@ def refresh(
     return fresh, {name: failures[name] + failed[name] for name in failures}
 
 
-def _by_side(factors: AxisStacks) -> dict:
-    """Groups the (stack, axis, slots) of all factors by side and dtype."""
+def _by_side(factors: AxisStacks, kind: Callable[[str, str], Hashable]) -> dict:
+    """Groups the (stack, axis, slots) of all factors by side, dtype and kind."""
     groups = {}
     for name, axes in factors.items():
         for axis, factor in axes.items():
-            group = groups.setdefault((factor.shape[-1], factor.dtype), [])
+            key = (factor.shape[-1], factor.dtype, kind(name, axis))
+            group = groups.setdefault(key, [])
             group.append((name, axis, len(factor)))
     return groups

@@ -10,7 +10,7 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._config import Blocking, Graft, Options, check_exponents
-from shampoo_optax._eigen import scaled_eigh
+from shampoo_optax._eigen import checked_eigh, scale_to_one
 from shampoo_optax._factors import (
     apply_axes,
     factored_axes,
@@ -59,7 +59,8 @@ class ScaleBySoapState(NamedTuple):
 
 
 def _eigenbases(factors: jax.Array, _) -> tuple[jax.Array, jax.Array]:
-    _, bases, residuals, _ = scaled_eigh(factors, jnp.zeros((), factors.dtype))
+    scaled, _ = scale_to_one(factors)
+    _, bases, residuals = checked_eigh(scaled)
     return bases, residuals
 
 
