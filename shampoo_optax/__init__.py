@@ -11,7 +11,13 @@ from shampoo_optax._averaging import (
     train_params,
 )
 from shampoo_optax._chain import fill_absent
-from shampoo_optax._config import Blocking, Eigh, PseudoInverse
+from shampoo_optax._config import (
+    Blocking,
+    CoupledNewton,
+    Eigh,
+    HigherOrderNewton,
+    PseudoInverse,
+)
 from shampoo_optax._decay import DecayWeightsState, decay_weights
 from shampoo_optax._shampoo import ScaleByShampooState, scale_by_shampoo
 from shampoo_optax._soap import ScaleBySoapState, scale_by_soap
@@ -20,8 +26,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Blocking",
+    "CoupledNewton",
     "DecayWeightsState",
     "Eigh",
+    "HigherOrderNewton",
     "IterateAveragingState",
     "PseudoInverse",
     "ScaleByMomentumState",

@@ -130,7 +130,7 @@ class Blocking:
 
 @dataclass(frozen=True)
 class Eigh:
-    r"""Inverse roots by a batched eigendecomposition, with a ridge.
+    r"""Inverse roots by eigendecomposition, with a ridge.
 
     With :math:`L = Q \Lambda Q^\top` and the ridge
     :math:`\rho = \max(\varepsilon, \varepsilon_{rel} \lambda_{max})` the root is
@@ -197,7 +197,97 @@ class PseudoInverse:
         check_number("max_residual", self.max_residual, positive=True)
 
 
-Root = Eigh | PseudoInverse
+@dataclass(frozen=True)
+class CoupledNewton:
+    r"""Inverse roots by a coupled Newton iteration: matrix products alone.
+
+    From :math:`z = (p + 1) / (2 \|A\|_F)`, :math:`X = z^{1/p} I` and
+    :math:`M = z A`, with A the factor and its ridge,
+
+    .. math::
+      S = (1 + 1/p) I - M / p, \qquad X \leftarrow X S, \qquad
+      M \leftarrow S^p M
+
+    until M is the identity; X then is :math:`A^{-1/p}`. It stops early where the
+    error :math:`\max |M - I|` grows by more than a fifth, or stands still below
+    1e-3. The relative ridge is in units of the largest row sum of |L|, a bound of
+    the largest eigenvalue. Exponents q/p other than 1/p are powers of the root.
+
+    Args:
+      max_iterations: an integer >= 1. Default 100.
+      tolerance: a factor is done when no entry of :math:`|M - I|` is above it,
+        >= 0. Default 1e-6.
+      max_residual: a root is refused when an entry of :math:`|A X^p - I|` is above
+        it, > 0. Default 0.1.
+
+    Raises:
+      ValueError: if a field has a value other than those above.
+
+    Examples:
+      >>> import shampoo_optax as so
+      >>> so.CoupledNewton(max_iterations=20)
+      CoupledNewton(max_iterations=20, tolerance=1e-06, max_residual=0.1)
+
+    References:
+      Guo and Higham, A Schur-Newton Method for the Matrix pth Root and its Inverse,
+      2006, https://doi.org/10.1137/050643374.
+    """
+
+    max_iterations: int = 100
+    tolerance: float = 1e-6
+    max_residual: float = 0.1
+
+    def __post_init__(self):
+        _check_iteration(self)
+
+
+@dataclass(frozen=True)
+class HigherOrderNewton:
+    r"""Inverse roots by a coupled iteration of any order: matrix products alone.
+
+    As :class:`CoupledNewton` with :math:`z = 1 / \mathrm{tr} A` and, after one
+    Newton step, the first `order` terms of the series of
+    :math:`(I - (I - M))^{-1/p}` as S.
+
+    Args:
+      order: number of terms, an integer >= 2. Default 3.
+      max_iterations: an integer >= 1. Default 100.
+      tolerance: a factor is done when no entry of :math:`|M - I|` is above it,
+        >= 0. Default 1e-8.
+      max_residual: a root is refused when an entry of :math:`|A X^p - I|` is above
+        it, > 0. Default 0.1.
+
+    Raises:
+      ValueError: if a field has a value other than those above.
+
+    Examples:
+      >>> import shampoo_optax as so
+      >>> so.HigherOrderNewton(order=4)
+      HigherOrderNewton(order=4, max_iterations=100, tolerance=1e-08, max_residual=0.1)
+
+    References:
+      Lakić, On the Computation of the Matrix k-th Root, 1998,
+      https://doi.org/10.1002/(SICI)1521-4001(199803)78:3%3C167::AID-ZAMM167%3E3.0.CO;2-R.
+    """
+
+    order: int = 3
+    max_iterations: int = 100
+    tolerance: float = 1e-8
+    max_residual: float = 0.1
+
+    def __post_init__(self):
+        check_integer("order", self.order, low=2)
+        _check_iteration(self)
+
+
+def _check_iteration(record: CoupledNewton | HigherOrderNewton) -> None:
+    check_integer("max_iterations", record.max_iterations)
+    check_number("tolerance", record.tolerance, high=1.0)
+    check_number("max_residual", record.max_residual, positive=True)
+
+
+Iteration = CoupledNewton | HigherOrderNewton
+Root = Eigh | PseudoInverse | Iteration
 
 
 @dataclass(frozen=True)
@@ -235,7 +325,7 @@ class Options:
     def _check_records(self):
         if not isinstance(self.root, Root):
             raise ValueError(
-                f"`root` must be an Eigh or a PseudoInverse, got {self.root!r}."
+                f"`root` must be a root record such as Eigh(), got {self.root!r}."
             )
         if not isinstance(self.blocking, Blocking):
             raise ValueError(f"`blocking` must be a Blocking, got {self.blocking!r}.")

@@ -1,34 +1,48 @@
-"""Batched symmetric eigendecompositions that do not depend on scale."""
+"""Symmetric eigendecompositions of a stack, with a residual and a common scale."""
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from shampoo_optax._stacks import contract
 
 
-def scaled_eigh(matrices: jax.Array, shift: jax.Array) -> tuple[jax.Array, ...]:
-    r"""Eigendecomposition of :math:`2^{-s} (A + \mathrm{shift}\, I)`.
+def scale_to_one(
+    matrices: jax.Array, floor: ArrayLike = 0.0
+) -> tuple[jax.Array, jax.Array]:
+    """Divides by the power of two just above the trace, which is exact.
 
-    The power of two nearest to the trace is divided out, which is exact, so that
-    the smallest and the largest factors of the dtype keep their digits.
+    The smallest and the largest factors of a dtype then keep their digits.
 
     Args:
       matrices: `[n, d, d]`, symmetric, finite.
-      shift: `[n]` or scalar, added to the diagonal, in the units of `matrices`.
+      floor: counts in the place of a smaller trace. Default 0.
 
     Returns:
-      eigenvalues `[n, d]` ascending, eigenvectors `[n, d, d]` in columns, the
-      residual `[n]` (relative to the largest eigenvalue), and s `[n]`, int32.
+      the scaled matrices, and the exponents of the powers of two `[n]`, int32.
     """
-    _, power = jnp.frexp(jnp.trace(matrices, axis1=1, axis2=2))
-    scaled = jnp.ldexp(matrices, -power[:, None, None])
-    ridge = jnp.ldexp(jnp.broadcast_to(shift, power.shape).astype(scaled.dtype), -power)
-    eye = jnp.eye(matrices.shape[-1], dtype=scaled.dtype)
-    scaled = scaled + ridge[:, None, None] * eye[None]
-    values, vectors = jax.lax.platform_dependent(
-        scaled, cpu=_eigh_one_by_one, default=_eigh
-    )
-    return values, vectors, _residual(scaled, values, vectors), power
+    trace = jnp.trace(matrices, axis1=1, axis2=2)
+    _, power = jnp.frexp(jnp.maximum(trace, jnp.asarray(floor, trace.dtype)))
+    return jnp.ldexp(matrices, -power[:, None, None]), power
+
+
+def checked_eigh(matrices: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Eigendecompositions of a stack, with residuals.
+
+    Args:
+      matrices: `[n, d, d]`, symmetric, of about norm 1.
+
+    Returns:
+      eigenvalues `[n, d]` ascending, eigenvectors `[n, d, d]` in columns, and the
+      residuals `[n]`, relative to the largest eigenvalue.
+    """
+    if jax.default_backend() == "cpu":
+        values, vectors = _eigh_one_by_one(matrices)
+    else:
+        values, vectors = jax.lax.platform_dependent(
+            matrices, cpu=_eigh_one_by_one, default=_eigh
+        )
+    return values, vectors, _residual(matrices, values, vectors)
 
 
 def _eigh(matrices: jax.Array) -> tuple[jax.Array, jax.Array]:

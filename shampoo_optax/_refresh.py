@@ -1,9 +1,10 @@
-"""Recomputing what is derived from factors: one batched call a side, guarded."""
+"""Recomputing what is derived from factors: one traced call a side, guarded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from shampoo_optax._stacks import AxisStacks, per_slot
 
@@ -15,11 +16,13 @@ def refresh(
     usable: dict[str, jax.Array],
     compute: Callable[[jax.Array, list[tuple[str, str, int]]], tuple],
     max_residual: float,
+    ridge: ArrayLike = 0.0,
+    kind: Callable[[str, str], Hashable] = lambda name, axis: None,
 ) -> tuple[AxisStacks, dict[str, jax.Array]]:
     """Recomputes the matrices derived from the factors of all usable slots.
 
     A matrix stays as it was where its block has no usable gradient at this step,
-    where its factor is zero, and where the new one is not finite or has too large
+    where its factor is zero without a ridge, and where the new one is not finite or has too large
     a residual; the last is counted, once a block.
 
     Args:
@@ -31,18 +34,21 @@ def refresh(
         (stack, axis, slots) that they come from, to the new matrices and their
         residuals `[N]`.
       max_residual: the largest residual that is not refused.
+      ridge: what is added to the factors, if anything.
+      kind: maps a stack and an axis to a key; only factors of equal keys share a
+        call.
 
     Returns:
       the new matrices and the new counts of failures.
     """
     fresh = {name: dict(axes) for name, axes in derived.items()}
     failed = {name: jnp.zeros_like(usable[name]) for name in factors}
-    for members in _by_side(factors).values():
+    for members in _by_side(factors, kind).values():
         batch = jnp.concatenate([factors[name][axis] for name, axis, _ in members])
         matrices, residuals = compute(batch, members)
         sound = jnp.all(jnp.isfinite(matrices), axis=(1, 2))
         sound &= residuals <= max_residual
-        alive = jnp.trace(batch, axis1=1, axis2=2) > 0
+        alive = (jnp.trace(batch, axis1=1, axis2=2) > 0) | (jnp.asarray(ridge) > 0)
         stop = 0
         for name, axis, slots in members:
             start, stop = stop, stop + slots
@@ -52,14 +58,17 @@ def refresh(
                 taken, matrices[start:stop], derived[name][axis]
             )
             failed[name] |= tried & ~sound[start:stop]
-    return fresh, {name: failures[name] + failed[name] for name in failures}
+    return fresh, {
+        name: failures[name] + failed[name].astype(jnp.int32) for name in failures
+    }
 
 
-def _by_side(factors: AxisStacks) -> dict:
-    """Groups the (stack, axis, slots) of all factors by side and dtype."""
+def _by_side(factors: AxisStacks, kind: Callable[[str, str], Hashable]) -> dict:
+    """Groups the (stack, axis, slots) of all factors by side, dtype and kind."""
     groups = {}
     for name, axes in factors.items():
         for axis, factor in axes.items():
-            group = groups.setdefault((factor.shape[-1], factor.dtype), [])
+            key = (factor.shape[-1], factor.dtype, kind(name, axis))
+            group = groups.setdefault(key, [])
             group.append((name, axis, len(factor)))
     return groups

@@ -1,19 +1,22 @@
 """Inverse p-th roots of factors, batched over equal sides, and their refresh."""
 
+from collections.abc import Hashable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from shampoo_optax._config import Eigh, Options, PseudoInverse, Root
-from shampoo_optax._eigen import scaled_eigh
+from shampoo_optax._config import Eigh, Iteration, Options, PseudoInverse, Root
+from shampoo_optax._eigen import checked_eigh, scale_to_one
+from shampoo_optax._newton import add_to_diagonal, iterate_roots, largest_row_sum
 from shampoo_optax._refresh import refresh
 from shampoo_optax._stacks import AxisStacks, contract, per_slot
 
 
 def inverse_roots(
     factors: jax.Array,
-    exponents: jax.Array,
+    exponents: np.ndarray,
     root: Root,
     eps: ArrayLike,
     relative_eps: ArrayLike,
@@ -22,52 +25,63 @@ def inverse_roots(
 
     Args:
       factors: `[n, d, d]`, symmetric, float32 or float64.
-      exponents: `[n]`, the e > 0 of each root.
+      exponents: `[n]`, static, the e > 0 of each root; all equal for an iteration.
       root: the method.
       eps: absolute ridge.
-      relative_eps: ridge relative to the largest eigenvalue.
+      relative_eps: ridge relative to the largest eigenvalue, or to the largest row
+        sum where the method knows no eigenvalues.
 
     Returns:
-      the roots `[n, d, d]` and their residuals `[n]`; both NaN where the
-      decomposition failed.
+      the roots `[n, d, d]` and their residuals `[n]`; NaN where the method failed.
     """
     eps = jnp.asarray(eps, factors.dtype)
+    scaled, power = scale_to_one(factors, eps)
+    eps = jnp.ldexp(eps, -power)
     relative_eps = jnp.asarray(relative_eps, factors.dtype)
-    match root:
-        case Eigh(ridge="before"):
-            values, vectors, residual, power = scaled_eigh(factors, eps)
-            absolute = jnp.ldexp(eps, -power)
-            ridge = jnp.maximum(absolute, relative_eps * (values[:, -1] - absolute))
-            values = values + (ridge - absolute)[:, None]
-            smallest = values[:, 0]
-            lift = jnp.where(smallest < ridge, ridge - smallest, 0)
-            weights = _negative_power(values + lift[:, None], exponents)
-        case Eigh(ridge="after"):
-            values, vectors, residual, power = scaled_eigh(factors, jnp.zeros_like(eps))
-            ridge = jnp.maximum(jnp.ldexp(eps, -power), relative_eps * values[:, -1])
-            lift = ridge - jnp.minimum(values[:, 0], 0)
-            weights = _negative_power(values + lift[:, None], exponents)
-        case PseudoInverse(rtol=rtol, atol=atol):
-            values, vectors, residual, power = scaled_eigh(factors, jnp.zeros_like(eps))
-            if rtol is None:
-                rtol = factors.shape[-1] * jnp.finfo(factors.dtype).eps
-            atol = jnp.ldexp(jnp.asarray(atol, factors.dtype), -power)
-            cutoff = jnp.maximum(rtol * jnp.maximum(values[:, -1], 0), atol)[:, None]
-            inside = values > cutoff
-            weights = _negative_power(jnp.where(inside, values, 1), exponents)
-            weights = jnp.where(inside, weights, 0)
+    if isinstance(root, Iteration):
+        ridge = jnp.maximum(eps, relative_eps * largest_row_sum(scaled))
+        roots, residual = iterate_roots(
+            add_to_diagonal(scaled, ridge), float(exponents[0]), root
+        )
+    else:
+        roots, residual = _decompose(scaled, exponents, root, eps, relative_eps, power)
+    undo = jnp.exp2(-power * jnp.asarray(exponents, roots.dtype))
+    return per_slot(undo, roots) * roots, residual
+
+
+def _decompose(
+    scaled: jax.Array,
+    exponents: np.ndarray,
+    root: Eigh | PseudoInverse,
+    eps: jax.Array,
+    relative_eps: jax.Array,
+    power: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Inverse roots from eigenvalues, all in the units of the scaled factors."""
+    powers = -jnp.asarray(exponents, scaled.dtype)[:, None]
+    before = isinstance(root, Eigh) and root.ridge == "before"
+    values, vectors, residual = checked_eigh(
+        add_to_diagonal(scaled, eps) if before else scaled
+    )
+    if isinstance(root, PseudoInverse):
+        inside = values > _rank_cutoff(values, root, power)
+        weights = jnp.where(inside, jnp.where(inside, values, 1) ** powers, 0)
+    else:
+        added = eps if before else jnp.zeros_like(eps)
+        ridge = jnp.maximum(eps, relative_eps * (values[:, -1] - added))
+        lift = ridge - added - jnp.minimum(values[:, 0] - added, 0)
+        weights = (values + lift[:, None]) ** powers
     half = vectors * jnp.sqrt(weights)[:, None, :]
-    roots = contract(half, half, "nij,nkj->nik")
-    return per_slot(_scale_back(power, exponents), roots) * roots, residual
+    return contract(half, half, "nij,nkj->nik"), residual
 
 
-def _negative_power(values: jax.Array, exponents: jax.Array) -> jax.Array:
-    return values ** -exponents[:, None]
-
-
-def _scale_back(power: jax.Array, exponents: jax.Array) -> jax.Array:
-    """The factor 2^(-s e) that undoes the scaling by 2^-s in a root, `[n]`."""
-    return jnp.exp2(-power.astype(exponents.dtype) * exponents)
+def _rank_cutoff(values: jax.Array, root: PseudoInverse, power: jax.Array) -> jax.Array:
+    """The eigenvalue at and below which a direction is outside the range, `[n, 1]`."""
+    rtol = root.rtol
+    if rtol is None:
+        rtol = values.shape[-1] * jnp.finfo(values.dtype).eps
+    atol = jnp.ldexp(jnp.asarray(root.atol, values.dtype), -power)
+    return jnp.maximum(rtol * jnp.maximum(values[:, -1], 0), atol)[:, None]
 
 
 def refresh_roots(
@@ -93,17 +107,20 @@ def refresh_roots(
     Returns:
       the new roots and the new counts of failures, as :func:`refresh` says.
     """
-    relative_eps = options.relative_eps
+    root, relative_eps = options.root, options.relative_eps
     if relative_eps is None:
-        relative_eps = 0.0 if isinstance(options.root, PseudoInverse) else 1e-6
+        relative_eps = 0.0 if isinstance(root, PseudoInverse) else 1e-6
 
     def compute(batch, members):
         powers = np.concatenate(
             [np.full(slots, exponents[name][axis]) for name, axis, slots in members]
         )
         batch = batch / correction.astype(batch.dtype)
-        powers = jnp.asarray(powers, batch.dtype)
-        return inverse_roots(batch, powers, options.root, options.eps, relative_eps)
+        return inverse_roots(batch, powers, root, options.eps, relative_eps)
 
-    residual = options.root.max_residual
-    return refresh(factors, roots, failures, usable, compute, residual)
+    def kind(name: str, axis: str) -> Hashable:
+        return exponents[name][axis] if isinstance(root, Iteration) else None
+
+    return refresh(
+        factors, roots, failures, usable, compute, root.max_residual, options.eps, kind
+    )

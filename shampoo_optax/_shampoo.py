@@ -78,16 +78,17 @@ def scale_by_shampoo(
     with gradient :math:`G_t`, and :math:`G_{(k)}` its unfolding along k,
 
     .. math::
-      L_k &\leftarrow b_2 L_k + (1 - b_2)\, G_{(k)} G_{(k)}^\top \\
-      R_k &= (L_k / (1 - b_2^t) + \rho I)^{-e_k}
-        \quad \text{at a refresh} \\
-      \tilde G &= (b_1 \tilde G + (1 - b_1) G_t) / (1 - b_1^t) \\
-      P &= \tilde G \times_1 R_1 \times_2 R_2 \cdots
-        \cdot \|P_{graft}\| / \|\cdot\|
+      L_k &\leftarrow b_2 L_k + w\, G_{(k)} G_{(k)}^\top \\
+      R_k &= (L_k / c + \rho I)^{-e_k} \quad \text{at a refresh} \\
+      \hat G &= (b_3 \tilde G + (1 - b_3)\, G_t) / (1 - b_3 b_1^{t-1}), \qquad
+      \tilde G \leftarrow b_1 \tilde G + (1 - b_1)\, G_t \\
+      P &= \hat G \times_1 R_1 \times_2 R_2 \cdots, \qquad
+      P \leftarrow P\, \|P_{graft}\| / \|P\|
 
-    with the ridge :math:`\rho = \max(\varepsilon, \varepsilon_{rel}
-    \lambda_{max}(L_k))`. For a matrix and the default exponents this is
-    :math:`P \propto L^{-1/4} \tilde G R^{-1/4}`. Refreshes are at the steps `start`
+    with :math:`w = 1 - b_2` and :math:`c = 1 - b_2^t`, both 1 where :math:`b_2 = 1`,
+    and the ridge :math:`\rho = \max(\varepsilon, \varepsilon_{rel}
+    \lambda_{max}(L_k / c))`. For a matrix and the default exponents this is
+    :math:`P \propto L^{-1/4} \hat G R^{-1/4}`. Refreshes are at the steps `start`
     and, after it, at the multiples of `refresh_every`; other steps do no root work.
 
     The direction has the gradient's sign and no step size: chain it with
@@ -97,9 +98,10 @@ def scale_by_shampoo(
     refresh is done at every step.
 
     Guards: a block whose gradient has a NaN or Inf, or would overflow the factors,
-    is left as it is at that step, with an update of 0 (`state.skipped` counts).
-    A new root that is not finite or has a large residual is refused, and the old
-    one stays (`state.failures` counts). A gradient leaf that is `None` where
+    is left as it is at that step, with a direction of 0 (`state.skipped` counts).
+    A new root that is not finite, or whose method has a large residual, is refused,
+    and the old one stays (`state.failures` counts); so it does for a zero factor
+    without `eps`. A gradient leaf that is `None` where
     `params` has an array is absent: its state stays as it is, and its update is
     `None` (:func:`fill_absent` makes it 0).
 

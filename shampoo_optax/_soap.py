@@ -10,7 +10,7 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._config import Blocking, Graft, Options, check_exponents
-from shampoo_optax._eigen import scaled_eigh
+from shampoo_optax._eigen import checked_eigh, scale_to_one
 from shampoo_optax._factors import (
     apply_axes,
     factored_axes,
@@ -59,7 +59,8 @@ class ScaleBySoapState(NamedTuple):
 
 
 def _eigenbases(factors: jax.Array, _) -> tuple[jax.Array, jax.Array]:
-    _, bases, residuals, _ = scaled_eigh(factors, jnp.zeros((), factors.dtype))
+    scaled, _ = scale_to_one(factors)
+    _, bases, residuals = checked_eigh(scaled)
     return bases, residuals
 
 
@@ -115,13 +116,14 @@ def scale_by_soap(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Runs Adam's second moment in the eigenbasis of Shampoo's factors (SOAP).
 
-    With the factors :math:`L_k` of :func:`scale_by_shampoo` and their eigenvectors
-    :math:`Q_k`, taken at a refresh,
+    With the factors :math:`L_k`, the filtered gradient :math:`\hat G`, the weight w
+    and the correction c of :func:`scale_by_shampoo`, and the eigenvectors
+    :math:`Q_k` of the factors, taken at a refresh,
 
     .. math::
-      D &\leftarrow b_2 D + (1 - b_2) (G_t \times_1 Q_1^\top \times_2 \cdots)^2 \\
-      P &= \frac{\tilde G \times_1 Q_1^\top \times_2 \cdots}
-        {(D / (1 - b_2^t))^p + \varepsilon} \times_1 Q_1 \times_2 \cdots
+      D &\leftarrow b_2 D + w\, (G_t \times_1 Q_1^\top \times_2 \cdots)^2 \\
+      P &= \frac{\hat G \times_1 Q_1^\top \times_2 \cdots}
+        {(D / c)^p + \varepsilon} \times_1 Q_1 \times_2 \cdots
 
     in the form of the official PyTorch package: the filtered gradient is kept in
     the parameter's own coordinates, and D stays as it is when the bases change.

@@ -90,11 +90,28 @@ def _exponents(override: dict) -> dict:
     return {int(order): one(value) for order, value in override.items()}
 
 
-def _root(method: dict):
-    if method["type"] not in ("Eigen", "Eigh"):
-        raise NotImplementedError(f"no translation of the root method {method}")
-    _take(method, "rank_deficient_stability")
-    stability = method.get("rank_deficient_stability", {"type": "Perturbation"})
+def root_of(method: dict) -> dict:
+    """The root record of an official configuration, and the ridges that it names."""
+    options = {key: value for key, value in method.items() if key != "type"}
+    match method["type"]:
+        case "Eigen" | "Eigh":
+            return dict(root=_decomposition(options), relative_eps=0.0)
+        case "CoupledNewton":
+            # The official method accepts whatever its last iterate is.
+            root = so.CoupledNewton(**options, max_residual=1e6)
+            return dict(root=root, relative_eps=0.0)
+        case "CoupledHigherOrder":
+            ridges = dict(
+                eps=options.pop("abs_epsilon", 0.0),
+                relative_eps=options.pop("rel_epsilon", 0.0),
+            )
+            return dict(root=so.HigherOrderNewton(**options), **ridges)
+    raise NotImplementedError(f"no translation of the root method {method}")
+
+
+def _decomposition(options: dict):
+    _take(options, "rank_deficient_stability")
+    stability = options.get("rank_deficient_stability", {"type": "Perturbation"})
     if stability["type"] == "PseudoInverse":
         _take(stability, "rank_rtol", "rank_atol")
         atol = stability.get("rank_atol", 0.0)
@@ -156,11 +173,12 @@ def _direction(group: dict, steps: int):
         exponents=_exponents(method.get("inverse_exponent_override", {})),
         **(_graft(grafting) if grafting else {"graft": None}),
     )
-    root = _root(method["amortized_computation"])
+    root = root_of(method["amortized_computation"])
     if method["type"] in _ROOT_INVERSES:
-        return so.scale_by_shampoo(**arguments, root=root, relative_eps=0.0)
+        return so.scale_by_shampoo(**arguments | root)
     if method["type"] == "EigenvalueCorrectedShampoo":
-        assert isinstance(root, so.Eigh)  # its ridge does not move eigenvectors
+        # A ridge does not move eigenvectors.
+        assert isinstance(root["root"], so.Eigh)
         return so.scale_by_soap(**arguments)
     raise NotImplementedError(f"no translation of the method {method}")
 
