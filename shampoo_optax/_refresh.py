@@ -22,8 +22,8 @@ def refresh(
     """Recomputes the matrices derived from the factors of all usable slots.
 
     A matrix stays as it was where its block has no usable gradient at this step,
-    where its factor is zero without a ridge, and where the new one is not finite or has too large
-    a residual; the last is counted, once a block.
+    where its factor is zero without a ridge, and where the new one is not finite or
+    has too large a residual; the last is counted, once a block.
 
     Args:
       factors: `{stack: {axis: [n, d, d]}}`.
@@ -58,9 +58,8 @@ def refresh(
                 taken, matrices[start:stop], derived[name][axis]
             )
             failed[name] |= tried & ~sound[start:stop]
-    return fresh, {
-        name: failures[name] + failed[name].astype(jnp.int32) for name in failures
-    }
+    counts = {name: failures[name] + failed[name].astype(jnp.int32) for name in failed}
+    return fresh, counts
 
 
 def _by_side(factors: AxisStacks, kind: Callable[[str, str], Hashable]) -> dict:

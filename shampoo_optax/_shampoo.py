@@ -113,7 +113,7 @@ def scale_by_shampoo(
       eps: ridge added to the eigenvalues of a factor, >= 0, in units of the squared
         gradient. Default 0.
       relative_eps: ridge in units of a factor's largest eigenvalue, >= 0; the larger
-        ridge counts. Default `None`: 1e-6 with `Eigh`, 0 with `PseudoInverse`.
+        ridge counts. Default `None`: 1e-6, or 0 with `PseudoInverse`.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
       refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
@@ -134,8 +134,8 @@ def scale_by_shampoo(
       graft_eps: added to the root of the grafted second moments, >= 0. Default 1e-8.
       graft_drop_weighting: `drop_weighting` for the grafted second moments. Default
         `False`.
-      root: how inverse roots are computed, an :class:`Eigh` or a
-        :class:`PseudoInverse`. Default `Eigh()`.
+      root: how inverse roots are computed, an :class:`Eigh`, :class:`PseudoInverse`,
+        :class:`CoupledNewton` or :class:`HigherOrderNewton`. Default `Eigh()`.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
         `Blocking()`.
 
