@@ -11,7 +11,7 @@ import shampoo_optax as so
 
 WARMUP = 0.05
 RATES = {
-    "images": {"adamw": 8e-3, "shampoo": 8e-3, "soap": 8e-3},
+    "images": {"adamw": 8e-3, "shampoo": 2e-3, "soap": 2e-3},
     "text": {"adamw": 4e-3, "shampoo": 8e-3, "soap": 8e-3},
 }
 

@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         "(default: each one's own)",
     )
     parser.add_argument("--seed", type=cli.count, default=0)
-    parser.add_argument("--eval-every", type=cli.positive_int, default=25)
+    parser.add_argument("--eval-every", type=cli.positive_int, default=50)
     parser.add_argument("--out", type=Path, default=Path("out"), help="a folder")
     return parser
 
