@@ -75,14 +75,7 @@ def test_merge_from_the_leading_side(shape, size, merge_to, merged):
 
 @pytest.mark.parametrize("row", SPLITS, ids=row_id)
 def test_split_table(row):
-    blocking = blocking_of(row["split"], None, "trailing")
-    blocks = _blocking.block_shapes(tuple(row["shape"]), blocking)
-    assert blocks == tuple(map(tuple, row["block_shapes"]))
-
-
-@pytest.mark.parametrize("row", SPLITS, ids=row_id)
-def test_split_table_in_the_content_of_blocks(row):
-    """The first element of each block, found through the stacks of a cut."""
+    """Shape and first element of each block, found through the stacks of a cut."""
     blocking = blocking_of(row["split"], None, "trailing")
     size = math.prod(row["shape"])
     leaf = jnp.arange(size, dtype=jnp.float32).reshape(row["shape"])
