@@ -234,7 +234,7 @@ def chain_of_group(group: dict, rates: list):
         )
     if decay:
         rates_of_decay = dict(learning_rate=rate, peak_learning_rate=peak)
-        parts.append(so.decay_weights(decay, mode=mode, **rates_of_decay))
+        parts.append(so.decay_weights(decay, decay=mode, **rates_of_decay))
     if averaging:
         parts.append(so.scale_by_momentum(**momentum_arguments(averaging)))
     parts.append(optax.scale_by_learning_rate(rate))

@@ -53,6 +53,7 @@ SHAMPOO = [
     (dict(exponents={2: {3: 0.5}}), "exponents", "3"),
     (dict(exponents={0: 0.5}), "exponents", "0"),
     (dict(exponents=0.5), "exponents", "0.5"),
+    (dict(exponents={2: {True: 0.5}}), "exponents", "True"),
 ]
 RATES = [
     ((-0.1,), dict(), "learning_rate", "-0.1"),
@@ -63,18 +64,18 @@ RATES = [
     ((0.1,), dict(weight_decay=-1.0), "weight_decay", "-1.0"),
     ((0.1,), dict(weight_decay=math.inf), "weight_decay", "inf"),
     ((0.1,), dict(decay="l1"), "decay", "l1"),
-    (
-        (0.1,),
-        dict(weight_decay=0.1, decay="independent", peak_learning_rate=-2.0),
-        "peak_learning_rate",
-        "-2.0",
-    ),
+    ((0.1,), dict(peak_learning_rate=-2.0), "peak_learning_rate", "-2.0"),
+    ((0.1,), dict(mask="matrices"), "mask", "matrices"),
+    ((0.1,), dict(mask={"w": 1.0}), "mask", "1.0"),
+    ((jnp.ones,), dict(decay="corrected"), "peak_learning_rate", "ones"),
+    ((jnp.float32(1),), dict(decay="independent"), "peak_learning_rate", "1."),
 ]
 MOMENTUM = [
     ((0.1,), dict(momentum=-0.5), "momentum", "-0.5"),
     ((0.1,), dict(momentum=1.5), "momentum", "1.5"),
-    ((0.1,), dict(momentum=0.9, dampening=1.5), "dampening", "1.5"),
+    ((0.1,), dict(dampening=1.5), "dampening", "1.5"),
     ((0.1,), dict(momentum=0.9, dampening=math.nan), "dampening", "nan"),
+    ((0.1,), dict(nesterov="yes"), "nesterov", "yes"),
 ]
 GPA = dict(eval_coefficient=0.9, train_coefficient=0.8)
 OTHERS = [
@@ -86,14 +87,18 @@ OTHERS = [
     (so.Eigh, ("during",), {}, "ridge", "during"),
     (so.Eigh, (), dict(max_residual=-1.0), "max_residual", "-1.0"),
     (so.PseudoInverse, (), dict(rtol=-1.0), "rtol", "-1.0"),
+    (so.CoupledNewton, (), dict(max_iterations=0), "max_iterations", "0"),
+    (so.CoupledNewton, (), dict(tolerance=2.0), "tolerance", "2.0"),
+    (so.HigherOrderNewton, (), dict(order=1), "order", "1"),
+    (so.HigherOrderNewton, (), dict(max_residual=0.0), "max_residual", "0.0"),
     (so.PseudoInverse, (), dict(atol=math.nan), "atol", "nan"),
     (so.scale_by_momentum, (-0.5,), {}, "momentum", "-0.5"),
     (so.scale_by_momentum, (0.5,), dict(dampening=2.0), "dampening", "2.0"),
     (so.decay_weights, (-0.5,), {}, "weight_decay", "-0.5"),
     (so.decay_weights, (math.inf,), {}, "weight_decay", "inf"),
-    (so.decay_weights, (0.5,), dict(mode="l3"), "mode", "l3"),
-    (so.decay_weights, (0.5,), dict(mode="corrected"), "learning_rate", "None"),
-    (so.decay_weights, (0.5,), dict(mode="independent"), "peak_learning_rate", "None"),
+    (so.decay_weights, (0.5,), dict(decay="l3"), "decay", "l3"),
+    (so.decay_weights, (0.5,), dict(decay="corrected"), "learning_rate", "None"),
+    (so.decay_weights, (0.5,), dict(decay="independent"), "peak_learning_rate", "None"),
     (so.primal_averaging, (-1.0,), GPA, "learning_rate", "-1.0"),
     (so.primal_averaging, (0.1,), GPA | dict(eval_coefficient=1.5),
      "eval_coefficient", "1.5"),

@@ -57,10 +57,14 @@ KINDS = {
 
 # Some of the cases that the alias can say in one call.
 BY_ALIAS = [
+    "classic-momentum-dampening",
     "classic-momentum-nesterov",
     "edge-shapes-target1",
+    "masked-grads-rootinv-grafted",
+    "rootinv-freq-start-freq4-default-start",
     "weight-decay-averaging-decoupled-nesterov",
     "weight-decay-corrected-plain",
+    "weight-decay-decoupled-plain",
     "weight-decay-independent-plain",
     "weight-decay-l2-plain",
 ]
