@@ -204,14 +204,22 @@ def unit_steps(shapes, count):
     ]
 
 
+def on_devices(tree, count):
+    """A copy of the tree on each of the devices."""
+    mesh = jax.sharding.Mesh(jax.devices()[:count], ("devices",))
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.device_put(tree, replicated)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize(
     "spoil", [nan_root, one_inf, nan_residual], ids=lambda f: f.__name__
 )
-def test_failed_root_keeps_the_previous_one(monkeypatch, spoil):
+def test_failed_root_keeps_the_previous_one(monkeypatch, spoil, devices):
     """The factor of `w` has the trace t at step t; refreshes at 1, 2, 3, …: the
     third one fails, for `w` alone, although `v` lies in the same stack."""
     shapes = {"w": (6, 4), "v": (6, 4), "x": (5, 3)}
-    steps = unit_steps(shapes, 5)
+    steps = on_devices(unit_steps(shapes, 5), devices)
     tx = so.scale_by_shampoo(**BARE)
     wanted, sound = helpers.trace(tx, steps[0], steps)
     fail_once(monkeypatch, spoil)
