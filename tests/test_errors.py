@@ -126,6 +126,9 @@ CALLS = [
 
 
 def call_id(value):
+    """The same in every worker: no address of a function."""
+    if isinstance(value, tuple):
+        return ",".join(map(call_id, value)) or "no"
     return getattr(value, "__name__", None) or str(value)
 
 
