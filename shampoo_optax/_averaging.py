@@ -1,5 +1,6 @@
 """Averages after the direction: classic momentum and averages of the iterates."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -315,17 +316,34 @@ def _iterate_averaging(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _find_averaging(state: Any) -> IterateAveragingState:
+def _interpolate(
+    state: Any, params: optax.Params, scale: Callable[[jax.Array], jax.Array]
+) -> optax.Params:
+    """Moves the parameters of every averaging state towards its fast iterates."""
+
     def is_averaging(node):
         return isinstance(node, IterateAveragingState)
 
+    def is_masked(node):
+        return isinstance(node, optax.MaskedNode)
+
     found = [n for n in jax.tree.leaves(state, is_leaf=is_averaging) if is_averaging(n)]
-    if len(found) != 1:
+    if not found:
         raise ValueError(
-            "`state` must hold exactly one state of `primal_averaging` or "
-            f"`schedule_free`, got {len(found)}."
+            "`state` must hold a state of `primal_averaging` or `schedule_free`, "
+            f"got {type(state).__name__} without one."
         )
-    return found[0]
+    for averaging in found:
+        rate = scale(averaging.train_coefficient)
+
+        def move(fast, param, rate=rate):
+            if is_masked(fast):
+                return param
+            moved = wide(param) + rate.astype(fast.dtype) * (fast - wide(param))
+            return moved.astype(jnp.asarray(param).dtype)
+
+        params = jax.tree.map(move, averaging.fast, params, is_leaf=is_masked)
+    return params
 
 
 def eval_params(state: Any, params: optax.Params) -> optax.Params:
@@ -334,15 +352,15 @@ def eval_params(state: Any, params: optax.Params) -> optax.Params:
     .. math:: Y + (1 - 1/\mu_y)(Z - Y)
 
     Args:
-      state: an optax state that holds the state of one :func:`primal_averaging` or
-        :func:`schedule_free`, at any depth.
+      state: an optax state that holds states of :func:`primal_averaging` or
+        :func:`schedule_free` at any depth, one for each parameter at most.
       params: the parameters that are trained, Y.
 
     Returns:
       The parameters to evaluate, with the shapes and dtypes of `params`.
 
     Raises:
-      ValueError: if `state` holds no such state, or more than one.
+      ValueError: if `state` holds no such state.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -357,9 +375,7 @@ def eval_params(state: Any, params: optax.Params) -> optax.Params:
       Defazio et al., The Road Less Scheduled, 2024,
       https://arxiv.org/abs/2405.15682.
     """
-    averaging = _find_averaging(state)
-    scale = 1 - 1 / averaging.train_coefficient
-    return _interpolate(params, averaging.fast, scale)
+    return _interpolate(state, params, lambda y: 1 - 1 / y)
 
 
 def train_params(state: Any, params: optax.Params) -> optax.Params:
@@ -371,15 +387,15 @@ def train_params(state: Any, params: optax.Params) -> optax.Params:
     parameters and the state.
 
     Args:
-      state: an optax state that holds the state of one :func:`primal_averaging` or
-        :func:`schedule_free`, at any depth.
+      state: an optax state that holds states of :func:`primal_averaging` or
+        :func:`schedule_free` at any depth, one for each parameter at most.
       params: the parameters to evaluate, X.
 
     Returns:
       The parameters to train, with the shapes and dtypes of `params`.
 
     Raises:
-      ValueError: if `state` holds no such state, or more than one.
+      ValueError: if `state` holds no such state.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -394,11 +410,4 @@ def train_params(state: Any, params: optax.Params) -> optax.Params:
       Defazio et al., The Road Less Scheduled, 2024,
       https://arxiv.org/abs/2405.15682.
     """
-    averaging = _find_averaging(state)
-    return _interpolate(params, averaging.fast, 1 - averaging.train_coefficient)
-
-
-def _interpolate(params: optax.Params, fast: optax.Params, scale: jax.Array):
-    return jax.tree.map(
-        lambda p, z: (p + scale * (z - p)).astype(jnp.asarray(p).dtype), params, fast
-    )
+    return _interpolate(state, params, lambda y: 1 - y)

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import dtypes
 
 from shampoo_optax._config import Blocking
 from shampoo_optax._stacks import Plan, Region, Stack, Stacks
+from shampoo_optax._trees import wide_dtype
 
 
 def merge_shape(shape: Sequence[int], blocking: Blocking) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ def plan_of(leaves: Sequence[Any], blocking: Blocking) -> Plan:
     merged = tuple(merge_shape(shape, blocking) for shape in shapes)
     regions, stacks = [], {}
     for index, leaf in enumerate(leaves):
-        dtype = jnp.promote_types(jnp.float32, dtypes.canonicalize_dtype(leaf.dtype))
+        dtype = wide_dtype(leaf.dtype)
         for start, grid, block in _boxes(merged[index], blocking):
             name = stack_name(block, dtype)
             stack = stacks.get(name, Stack(block, dtype, 0))
@@ -147,11 +147,18 @@ def _join(boxes: list[jax.Array], counts: Sequence[int]) -> jax.Array:
     return whole
 
 
+def _narrow(leaf: jax.Array, dtype: np.dtype) -> jax.Array:
+    limit = float(jnp.finfo(dtype).max)
+    if limit < float(jnp.finfo(leaf.dtype).max):
+        leaf = jnp.clip(leaf, -limit, limit)
+    return leaf.astype(dtype)
+
+
 def paste(plan: Plan, stacks: Stacks, like: Sequence[jax.Array | None]) -> list:
     """Puts blocks back into leaves with the shapes and dtypes of `like`.
 
-    A leaf that is `None` in `like` comes back as `None`, one without elements as
-    it was.
+    Numbers beyond the range of a dtype become its largest. A leaf that is `None` in
+    `like` comes back as `None`, one without elements as it was.
     """
     boxes = [[] for _ in plan.shapes]
     starts = [[] for _ in plan.shapes]
@@ -166,6 +173,6 @@ def paste(plan: Plan, stacks: Stacks, like: Sequence[jax.Array | None]) -> list:
     ):
         if leaf is not None and parts:
             counts = [len(set(along)) for along in zip(*origin, strict=True)]
-            leaf = _join(parts, counts).reshape(shape).astype(leaf.dtype)
+            leaf = _narrow(_join(parts, counts).reshape(shape), leaf.dtype)
         leaves.append(leaf)
     return leaves

@@ -43,7 +43,7 @@ def check_number(
     if not _is_known(value):
         return
     try:
-        number = math.nan if isinstance(value, str | bool) else float(value)
+        number = math.nan if isinstance(value, str | bytes | bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     inside = low <= number <= high and not (positive and number == 0)
@@ -54,16 +54,17 @@ def check_number(
 
 
 def check_integer(name: str, value: Any, *, low: int = 1) -> None:
-    """Refuses what is not an integer of at least `low`; lets tracers pass."""
+    """Refuses what is not an int32 of at least `low`; lets tracers pass."""
     if not _is_known(value):
         return
     try:
-        valid = not isinstance(value, bool) and operator.index(value) >= low
+        valid = not isinstance(value, bool) and low <= operator.index(value) < 2**31
     except TypeError:
         valid = False
     if not valid:
         raise ValueError(
-            f"`{name}` must be an integer of at least {low}, got {value!r}."
+            f"`{name}` must be an integer of at least {low} and below 2**31, "
+            f"got {value!r}."
         )
 
 

@@ -173,4 +173,11 @@ def decay_weights(
 def _broadcast_mask(mask: Any, params: optax.Params) -> Any:
     """A tree of booleans like `params` from a mask, a prefix of one, or a callable."""
     mask = mask(params) if callable(mask) else True if mask is None else mask
-    return jax.tree.map(lambda m, part: jax.tree.map(lambda _: m, part), mask, params)
+    try:
+        return jax.tree.map(
+            lambda decays, part: jax.tree.map(lambda _: decays, part), mask, params
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"`mask` must be a tree like the parameters or a prefix, got {mask!r}."
+        ) from error

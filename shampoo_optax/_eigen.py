@@ -49,6 +49,7 @@ def _eigh(matrices: jax.Array) -> tuple[jax.Array, jax.Array]:
     return tuple(jnp.linalg.eigh(matrices, symmetrize_input=False))
 
 
+@jax.jit
 def _eigh_one_by_one(matrices: jax.Array) -> tuple[jax.Array, jax.Array]:
     """One matrix at a time, in one traced call.
 

@@ -115,12 +115,17 @@ def graft_direction(
     return {name: direction(name, gradient) for name, gradient in used.items()}
 
 
+def norms(blocks: jax.Array) -> jax.Array:
+    """The norm of each block, `[n]`, also where its square is out of range."""
+    axes = tuple(range(1, blocks.ndim))
+    largest = jnp.max(jnp.abs(blocks), axis=axes, initial=0)
+    scale = jnp.where(largest > 0, largest, 1)
+    scaled = blocks / per_slot(scale, blocks)
+    return scale * jnp.sqrt(jnp.sum(jnp.square(scaled), axis=axes))
+
+
 def graft_norms(direction: Stacks, magnitude: Stacks) -> Stacks:
     """Gives each block of `direction` the norm of the same block of `magnitude`."""
-
-    def norms(block):
-        axes = tuple(range(1, block.ndim))
-        return jnp.sqrt(jnp.sum(jnp.square(block), axis=axes))
 
     def graft(block, target):
         ratio = norms(target) / (norms(block) + jnp.asarray(1e-16, block.dtype))

@@ -45,7 +45,7 @@ def inverse_roots(
         )
     else:
         roots, residual = _decompose(scaled, exponents, root, eps, relative_eps, power)
-    undo = jnp.exp2(-power * jnp.asarray(exponents, roots.dtype))
+    undo = jnp.exp2(-power.astype(roots.dtype) * jnp.asarray(exponents, roots.dtype))
     return per_slot(undo, roots) * roots, residual
 
 

@@ -41,7 +41,7 @@ class ScaleByShampooState(NamedTuple):
       graft_moments: second moments of the grafted method; empty without any.
       filtered: moving average of the gradient; empty where `b1` is 0.
       failures: how many new roots were refused, for each block.
-      skipped: how many gradients were not usable, for each block.
+      skipped: how many steps gave no finite direction, for each block.
     """
 
     count: jax.Array  # [], int32
@@ -98,7 +98,8 @@ def scale_by_shampoo(
     refresh is done at every step.
 
     Guards: a block whose gradient has a NaN or Inf, or would overflow the factors,
-    is left as it is at that step, with a direction of 0 (`state.skipped` counts).
+    is left as it is at that step, with a direction of 0; a direction that is not
+    finite is 0 too (`state.skipped` counts both).
     A new root that is not finite, or whose method has a large residual, is refused,
     and the old one stays (`state.failures` counts); so it does for a zero factor
     without `eps`. A gradient leaf that is `None` where
@@ -215,7 +216,7 @@ def scale_by_shampoo(
         **extra_args: Any,
     ) -> tuple[optax.Updates, ScaleByShampooState]:
         del extra_args
-        step = begin(updates, state, params, options)
+        step = begin(updates, state, params, options, ScaleByShampooState)
         if step is None:
             return updates, state._replace(count=next_count(state.count))
         plan = step.gradients.plan

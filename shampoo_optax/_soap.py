@@ -45,7 +45,7 @@ class ScaleBySoapState(NamedTuple):
       graft_moments: second moments of the grafted method; empty without any.
       filtered: moving average of the gradient; empty where `b1` is 0.
       failures: how many new bases were refused, for each block.
-      skipped: how many gradients were not usable, for each block.
+      skipped: how many steps gave no finite direction, for each block.
     """
 
     count: jax.Array  # [], int32
@@ -227,7 +227,7 @@ def scale_by_soap(
         **extra_args: Any,
     ) -> tuple[optax.Updates, ScaleBySoapState]:
         del extra_args
-        step = begin(updates, state, params, options)
+        step = begin(updates, state, params, options, ScaleBySoapState)
         if step is None:
             return updates, state._replace(count=next_count(state.count))
         recompute = partial(

@@ -159,14 +159,18 @@ class Step(NamedTuple):
 
 
 def begin(
-    updates: optax.Updates, state: Any, params: optax.Params | None, options: Options
+    updates: optax.Updates,
+    state: Any,
+    params: optax.Params | None,
+    options: Options,
+    like: type,
 ) -> Step | None:
     """Reads the gradients, finds the usable slots, and updates the factors.
 
-    Returns `None` for a tree without blocks.
+    The state must be of the type `like`. Returns `None` for a tree without blocks.
     """
     gradients = read_gradients(updates, params, options.blocking)
-    _check_state(gradients.plan, state)
+    _check_state(gradients.plan, state, like, options)
     if not gradients.plan.stacks:
         return None
     count = next_count(state.count)
@@ -184,20 +188,34 @@ def begin(
     return Step(gradients, count, blocks, usable, factors, due, count >= start)
 
 
-def _check_state(plan: Plan, state: Any) -> None:
-    """Refuses gradients that are cut otherwise than the state."""
-    held = state.skipped if isinstance(state.skipped, dict) else {}
-    sizes = {name: counter.shape[-1] for name, counter in held.items()}
-    wanted = {name: stack.size for name, stack in plan.stacks.items()}
-    if sizes != wanted:
+def _check_state(plan: Plan, state: Any, like: type, options: Options) -> None:
+    """Refuses a state of another kind, or one that is cut otherwise."""
+    if not isinstance(state, like):
         raise ValueError(
-            "`updates` must have the shapes and dtypes of the parameters given to "
-            f"`init` (pass `params` if they differ), got blocks {wanted} for {sizes}."
+            f"`state` must be a {like.__name__}, got a {type(state).__name__}; restore "
+            "checkpoints with the result of `init` as the target."
         )
+    blocks = {name: stack.size for name, stack in plan.stacks.items()}
+    kept = {
+        "skipped": blocks,
+        "filtered": blocks if keeps_filtered(options) else {},
+        "graft_moments": blocks if keeps_moments(options) else {},
+    }
+    for field, wanted in kept.items():
+        held = getattr(state, field) if plan.stacks else {}
+        sizes = {k: len(v) for k, v in held.items()} if isinstance(held, dict) else {}
+        if plan.stacks and sizes != wanted:
+            raise ValueError(
+                "`state` must come from the `init` of this transform and parameters "
+                "like `updates` (pass `params` where their dtypes differ), got "
+                f"`{field}` with {sizes} for {wanted} blocks."
+            )
 
 
 def refresh_if_due(step: Step, refresh: Callable, *derived: Any) -> Any:
     """Calls `refresh(*derived)` at a refresh, else returns `derived`."""
+    if not isinstance(step.due, jax.core.Tracer):  # no compilation without jit
+        return refresh(*derived) if step.due else derived
     return jax.lax.cond(step.due, refresh, lambda *kept: kept, *derived)
 
 
@@ -222,13 +240,17 @@ def finish(
         state.filtered, step.blocks, usable, step.count, options
     )
     direction = graft(direct(used), moments, used, step.count, step.started, options)
+    moving = {
+        name: usable[name] & jnp.all(jnp.isfinite(block), axis=range(1, block.ndim))
+        for name, block in direction.items()
+    }
     direction = {
-        name: jnp.where(per_slot(usable[name], block), block, 0)
+        name: jnp.where(per_slot(moving[name], block), block, 0)
         for name, block in direction.items()
     }
     present = step.gradients.present
     skipped = {
-        name: counter + (present[name] & ~usable[name]).astype(counter.dtype)
+        name: counter + (present[name] & ~moving[name]).astype(counter.dtype)
         for name, counter in state.skipped.items()
     }
     fields = dict(

@@ -4,7 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import dtypes
+from jax.typing import ArrayLike
 
 
 def is_none(leaf: Any) -> bool:
@@ -37,9 +40,16 @@ def next_count(count: jax.Array) -> jax.Array:
     return count + (count < jnp.iinfo(count.dtype).max).astype(count.dtype)
 
 
-def wide(leaf: jax.Array) -> jax.Array:
-    """The leaf in float32, or as it is where its dtype is wider."""
-    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+def wide_dtype(dtype: Any) -> np.dtype:
+    """The dtype of what is kept for a leaf: float64 for float64, else float32."""
+    dtype = dtypes.canonicalize_dtype(dtype)
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def wide(leaf: ArrayLike) -> jax.Array:
+    """The leaf in float32, or as it is where it has 64 bits."""
+    leaf = jnp.asarray(leaf)
+    return leaf.astype(wide_dtype(leaf.dtype))
 
 
 def require_params(params: Any, purpose: str) -> None:

@@ -67,7 +67,6 @@ RATES = [
     ((0.1,), dict(peak_learning_rate=-2.0), "peak_learning_rate", "-2.0"),
     ((0.1,), dict(mask="matrices"), "mask", "matrices"),
     ((0.1,), dict(mask={"w": 1.0}), "mask", "1.0"),
-    ((jnp.ones,), dict(decay="corrected"), "peak_learning_rate", "ones"),
     ((jnp.float32(1),), dict(decay="independent"), "peak_learning_rate", "1."),
 ]
 MOMENTUM = [
