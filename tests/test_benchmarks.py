@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import data, report, sweep, train
 from benchmarks.loop import Record, Run
-from benchmarks.optimizers import Settings, warmup_cosine
+from benchmarks.optimizers import RATES, Settings, warmup_cosine
 from benchmarks.tasks import make_task
 
 SETTINGS = Settings(weight_decay=0.1, block_size=32, refresh_every=2, clip=1.0)
@@ -132,7 +132,7 @@ def test_the_main_job_writes_a_figure_and_its_numbers(text, tmp_path, capsys):
 
 
 def test_a_stopped_sweep_goes_on_where_it_was(text, tmp_path, monkeypatch):
-    begun = []
+    begun, documented = [], RATES["text"]["shampoo"]
 
     def run_instead(task, run):
         begun.append(run)
@@ -148,10 +148,13 @@ def test_a_stopped_sweep_goes_on_where_it_was(text, tmp_path, monkeypatch):
     arguments += ["--out", str(tmp_path / "out"), "--seeds", "2"]
     sweep.main([*arguments, "--rates", "0.2", "0.1"])
     tried = [(run.learning_rate, run.split, run.seed) for run in begun]
-    held_out = [(0.2, "held_out", 0), (0.1, "held_out", 0)]
-    assert tried == [*held_out, (0.1, "test", 1), (0.1, "test", 2)]
+    assert tried == [
+        (0.2, "held_out", 0),
+        (0.1, "held_out", 0),
+        *((rate, "test", seed) for rate in (0.1, documented) for seed in (1, 2)),
+    ]
     sweep.main([*arguments, "--rates", "0.2", "0.1", "0.4"])
-    assert [run.learning_rate for run in begun[4:]] == [0.4]
+    assert [run.learning_rate for run in begun[6:]] == [0.4]
 
 
 @pytest.mark.parametrize(
