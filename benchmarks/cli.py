@@ -11,13 +11,12 @@ from benchmarks.tasks import TASKS, Task, make_task
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that shows defaults and reports a bad value in one line."""
+    """A parser that reports a bad value in one line."""
 
     def __init__(self, name: str, description: str | None) -> None:
         super().__init__(
             prog=f"python -m {name}",
             description=description,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
             allow_abbrev=False,
         )
 
@@ -29,18 +28,29 @@ class Parser(argparse.ArgumentParser):
 
 def add_common(parser: argparse.ArgumentParser) -> None:
     """Adds what both commands understand."""
-    parser.add_argument("--task", choices=TASKS, default="text")
-    parser.add_argument("--data", type=Path, help="your own file or folder")
+    parser.add_argument(
+        "--task", choices=TASKS, default="text", help="default: text, verses as bytes"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="a text file, a folder of MNIST-like idx files, or a CSV file of pixels "
+        "and labels (default: packaged verses; installed Fashion-MNIST, else digits)",
+    )
     parser.add_argument(
         "--optimizer",
         nargs="+",
         choices=tuple(OPTIMIZERS),
         default=["shampoo", "adamw"],
-        help="one or several",
+        help="one or several (default: shampoo adamw)",
     )
     parser.add_argument("--steps", type=positive_int, help="default: the task's own")
-    parser.add_argument("--block-size", type=positive_int, default=256)
-    parser.add_argument("--refresh-every", type=positive_int, default=10)
+    parser.add_argument(
+        "--block-size", type=positive_int, default=256, help="default: 256"
+    )
+    parser.add_argument(
+        "--refresh-every", type=positive_int, default=10, help="default: 10 steps"
+    )
 
 
 def task_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Task:
@@ -49,6 +59,14 @@ def task_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Tas
         return make_task(options.task, options.data)
     except (OSError, ValueError) as error:
         parser.error(f"argument --data: {error}")
+
+
+def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """Makes the folder for results, or ends the command before anything is run."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"argument --out: {error}")
 
 
 def settings_of(task: Task, options: argparse.Namespace) -> Settings:

@@ -109,6 +109,7 @@ def train(task: Task, run: Run) -> Record:
         state_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state)),
     )
     batches = list(islice(task.draw(run.seed), run.steps))
+    print(f"{run.optimizer}: compiling the step", flush=True)
     step = make_step(task, optimizer).lower(state, data, batches[0]).compile()
     evaluate = make_evaluation(task, run.split)
     _loop(task, record, step, evaluate, state, data, batches)

@@ -1,7 +1,4 @@
-"""The main job: trains one model with several optimizers and compares them.
-
-Run `python -m benchmarks.train --help` for the options.
-"""
+"""The main job: trains one model with several optimizers and compares them."""
 
 import argparse
 import json
@@ -19,6 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     task = cli.task_of(parser, options)
+    cli.make_folder(parser, options.out)
     runs = [_run(task, name, options) for name in dict.fromkeys(options.optimizer)]
     print(_headline(task, runs[0].steps))
     records = [train(task, run) for run in runs]
@@ -35,9 +33,13 @@ def _parser() -> argparse.ArgumentParser:
         help="the highest of the schedule, for every optimizer that is run "
         "(default: each one's own)",
     )
-    parser.add_argument("--seed", type=cli.count, default=0)
-    parser.add_argument("--eval-every", type=cli.positive_int, default=50)
-    parser.add_argument("--out", type=Path, default=Path("out"), help="a folder")
+    parser.add_argument("--seed", type=cli.count, default=0, help="default: 0")
+    parser.add_argument(
+        "--eval-every", type=cli.positive_int, default=50, help="default: 50 steps"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), help="a folder (default: out)"
+    )
     return parser
 
 
@@ -60,7 +62,6 @@ def _headline(task: Task, steps: int) -> str:
 
 
 def _write(records: Sequence[Record], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{records[0].dataset}.png"
     report.plot(records, path)
     numbers = [report.summary(record) for record in records]
