@@ -244,7 +244,7 @@ def test_averaged_parameters_of_a_state_without_an_average(make):
     state = so.shampoo(0.1).init(PARAMS)
     with pytest.raises(ValueError) as error:
         make(state, PARAMS)
-    assert_names(error, "state", "0")
+    assert_names(error, "state", "tuple")
 
 
 @names
