@@ -104,6 +104,23 @@ def test_state_holds_the_blocks_of_the_split_table(row):
     assert state_blocks(tuple(row["shape"]), blocking) == wanted
 
 
+@pytest.mark.parametrize("row", MERGES, ids=row_id)
+def test_state_holds_the_blocks_of_the_merge_table(row):
+    """The merged shape of the table, each side cut into pieces and a rest."""
+    size, wanted = row["threshold"], {(): 1}
+    for side in row["out"]:
+        piece = side if size == "inf" else min(size, side)
+        counts = {piece: side // piece, side % piece: 1} if piece else {}
+        wanted = {
+            (*block, part): count * times
+            for block, count in wanted.items()
+            for part, times in counts.items()
+            if part
+        }
+    blocking = blocking_of(size, row["target"], "trailing")
+    assert state_blocks(tuple(row["shape"]), blocking) == wanted
+
+
 def test_default_blocks_of_a_flax_kernel():
     assert state_blocks((3, 3, 64, 128), so.Blocking()) == {(576, 128): 1}
     assert state_blocks((3000, 512), so.Blocking()) == {(1024, 512): 2, (952, 512): 1}
