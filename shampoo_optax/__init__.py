@@ -19,6 +19,7 @@ from shampoo_optax._config import (
     PseudoInverse,
 )
 from shampoo_optax._decay import DecayWeightsState, decay_weights
+from shampoo_optax._placement import Placement
 from shampoo_optax._shampoo import ScaleByShampooState, scale_by_shampoo
 from shampoo_optax._soap import ScaleBySoapState, scale_by_soap
 
@@ -31,6 +32,7 @@ __all__ = [
     "Eigh",
     "HigherOrderNewton",
     "IterateAveragingState",
+    "Placement",
     "PseudoInverse",
     "ScaleByMomentumState",
     "ScaleByShampooState",

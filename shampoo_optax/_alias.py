@@ -15,6 +15,7 @@ from shampoo_optax._config import (
     Root,
     ScalarOrSchedule,
 )
+from shampoo_optax._placement import Placement
 from shampoo_optax._shampoo import scale_by_shampoo
 from shampoo_optax._soap import scale_by_soap
 
@@ -43,6 +44,7 @@ def shampoo(
     peak_learning_rate: ArrayLike | None = None,
     root: Root = Eigh(),
     blocking: Blocking = Blocking(),
+    placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Distributed Shampoo with grafting, decay, momentum and a step size.
 
@@ -96,6 +98,8 @@ def shampoo(
         :class:`CoupledNewton` or :class:`HigherOrderNewton`. Default `Eigh()`.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
         `Blocking()`.
+      placement: the devices that statistics, roots and work are divided over, a
+        :class:`Placement`. Default `None`: all stay on one device.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Updates have the shapes and dtypes of
@@ -143,6 +147,7 @@ def shampoo(
         graft_eps=graft_eps,
         root=root,
         blocking=blocking,
+        placement=placement,
     )
     return descend(
         learning_rate,
@@ -151,6 +156,7 @@ def shampoo(
         mask=mask,
         decay=decay,
         peak_learning_rate=peak_learning_rate,
+        placement=placement,
         momentum=momentum,
         dampening=dampening,
         nesterov=nesterov,
@@ -173,6 +179,7 @@ def soap(
     decay: AliasDecay = "decoupled",
     peak_learning_rate: ArrayLike | None = None,
     blocking: Blocking = Blocking(),
+    placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""SOAP with decay and a step size.
 
@@ -208,6 +215,8 @@ def soap(
         `None`.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
         `Blocking()`.
+      placement: the devices that statistics, roots and work are divided over, a
+        :class:`Placement`. Default `None`: all stay on one device.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Updates have the shapes and dtypes of
@@ -250,6 +259,7 @@ def soap(
         start=start,
         bias_correction=bias_correction,
         blocking=blocking,
+        placement=placement,
     )
     return descend(
         learning_rate,
@@ -258,4 +268,5 @@ def soap(
         mask=mask,
         decay=decay,
         peak_learning_rate=peak_learning_rate,
+        placement=placement,
     )

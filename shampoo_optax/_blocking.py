@@ -6,7 +6,8 @@ and the `Blocking` record, evaluated while tracing.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shampoo_optax._config import Blocking
-from shampoo_optax._stacks import Plan, Region, Stack, Stacks
+from shampoo_optax._division import UNDIVIDED, Division, deal
+from shampoo_optax._stacks import Piece, Plan, Region, Stack, Stacks
 from shampoo_optax._trees import wide_dtype
 
 
@@ -71,24 +73,52 @@ def stack_name(block: Sequence[int], dtype: np.dtype) -> str:
     return shape if dtype == np.float32 else f"{shape}_{dtype}"
 
 
-def plan_of(leaves: Sequence[Any], blocking: Blocking) -> Plan:
+def plan_of(
+    leaves: Sequence[Any], blocking: Blocking, division: Division = UNDIVIDED
+) -> Plan:
     """Deals the blocks of all parameters into stacks, in order of appearance.
 
     Args:
       leaves: arrays or `ShapeDtypeStruct`s; only shapes and dtypes are read.
       blocking: how to merge and cut them.
+      division: how to deal the blocks to owners.
     """
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
     merged = tuple(merge_shape(shape, blocking) for shape in shapes)
-    regions, stacks = [], {}
-    for index, leaf in enumerate(leaves):
-        dtype = wide_dtype(leaf.dtype)
+    regions = []
+    for index in range(len(leaves)):
         for start, grid, block in _boxes(merged[index], blocking):
+            axes = division.axes(block)
+            regions.append(Region(index, start, grid, block, axes, ()))
+    dtypes = [wide_dtype(leaves[region.leaf].dtype) for region in regions]
+    stacks, slots = {}, {}
+    for dtype in dict.fromkeys(dtypes):
+        counts = Counter()
+        for region, own in zip(regions, dtypes, strict=True):
+            counts[region.stacked] += region.size * (own == dtype)
+        for block, members in deal(+counts, division).items():
             name = stack_name(block, dtype)
-            stack = stacks.get(name, Stack(block, dtype, 0))
-            regions.append(Region(index, name, stack.size, start, grid, block))
-            stacks[name] = stack._replace(size=stack.size + math.prod(grid))
-    return Plan(shapes, merged, tuple(regions), stacks)
+            size = -(-members.total() // division.owners) * division.owners
+            stacks[name] = Stack(block, dtype, size)
+            filled = 0
+            for shape, n in members.items():
+                slots.setdefault((shape, dtype), deque()).append(Piece(name, filled, n))
+                filled += n
+    for index, (region, dtype) in enumerate(zip(regions, dtypes, strict=True)):
+        pieces = tuple(_take(slots[region.stacked, dtype], region.size))
+        regions[index] = region._replace(pieces=pieces)
+    return Plan(shapes, merged, tuple(regions), stacks, division.owners)
+
+
+def _take(free: deque[Piece], wanted: int) -> Iterator[Piece]:
+    """Takes so many slots off the free ones."""
+    while wanted:
+        piece = free.popleft()
+        size = min(wanted, piece.size)
+        yield piece._replace(size=size)
+        wanted -= size
+        if size < piece.size:
+            free.appendleft(Piece(piece.stack, piece.slot + size, piece.size - size))
 
 
 def _cut_region(leaf: jax.Array, region: Region) -> jax.Array:
@@ -97,39 +127,61 @@ def _cut_region(leaf: jax.Array, region: Region) -> jax.Array:
     box = jax.lax.slice(leaf, region.start, region.limit)
     tiled = itertools.chain(*zip(region.grid, region.block, strict=True))
     box = box.reshape(tuple(tiled))  # [g0, b0, g1, b1, ...]
-    box = box.transpose((*range(0, 2 * order, 2), *range(1, 2 * order, 2)))
-    return box.reshape(math.prod(region.grid), *region.block)
+    box = box.transpose((*range(0, 2 * order, 2), *(2 * a + 1 for a in region.axes)))
+    return box.reshape(region.size, *region.stacked)
+
+
+def _pad(blocks: jax.Array, size: int, block: Sequence[int]) -> jax.Array:
+    """Adds zeros behind: `[m, *smaller]` becomes `[size, *block]`."""
+    widths = [(0, n - m) for m, n in zip(blocks.shape, (size, *block), strict=True)]
+    return jnp.pad(blocks, widths) if any(after for _, after in widths) else blocks
 
 
 def cut(plan: Plan, leaves: Sequence[jax.Array | None]) -> Stacks:
     """Cuts leaves into stacks of blocks in the stacks' dtypes; `None` gives zeros."""
-    parts = {name: [] for name in plan.stacks}
+    parts = {name: {} for name in plan.stacks}
     for region in plan.regions:
-        leaf, dtype = leaves[region.leaf], plan.stacks[region.stack].dtype
+        leaf = leaves[region.leaf]
         if leaf is None:
-            part = jnp.zeros((math.prod(region.grid), *region.block), dtype)
+            blocks = jnp.zeros((region.size, *region.stacked))
         else:
-            merged = leaf.reshape(plan.merged[region.leaf])
-            part = _cut_region(merged, region).astype(dtype)
-        parts[region.stack].append(part)
-    return {
-        name: jnp.concatenate(part) if len(part) > 1 else part[0]
+            blocks = _cut_region(leaf.reshape(plan.merged[region.leaf]), region)
+        start = 0
+        for piece in region.pieces:
+            stack = plan.stacks[piece.stack]
+            part = blocks[start : start + piece.size].astype(stack.dtype)
+            parts[piece.stack][piece.slot] = _pad(part, piece.size, stack.block)
+            start += piece.size
+    filled = {
+        name: _concatenate([part[slot] for slot in sorted(part)])
         for name, part in parts.items()
     }
+    return {
+        name: _pad(filled[name], stack.size, stack.block)
+        for name, stack in plan.stacks.items()
+    }
+
+
+def _concatenate(parts: Sequence[jax.Array]) -> jax.Array:
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def present_slots(plan: Plan, leaves: Sequence[jax.Array | None]) -> dict:
     """Which slots hold a block of a leaf that is not `None`: `{stack: bool [n]}`."""
-    present = {name: np.ones(stack.size, bool) for name, stack in plan.stacks.items()}
+    present = {name: np.zeros(stack.size, bool) for name, stack in plan.stacks.items()}
     for region in plan.regions:
-        present[region.stack][region.slots] = leaves[region.leaf] is not None
+        for piece in region.pieces:
+            present[piece.stack][piece.slots] = leaves[region.leaf] is not None
     return present
 
 
-def _paste_region(blocks: jax.Array, region: Region) -> jax.Array:
+def _paste_region(stacks: Stacks, region: Region) -> jax.Array:
+    inner = tuple(slice(side) for side in region.stacked)
+    blocks = _concatenate([stacks[p.stack][p.slots, *inner] for p in region.pieces])
     order = len(region.block)
-    box = blocks.reshape(*region.grid, *region.block)  # [g0, g1, ..., b0, b1, ...]
-    box = box.transpose([axis + order * k for axis in range(order) for k in (0, 1)])
+    box = blocks.reshape(*region.grid, *region.stacked)  # [g0, g1, ..., b0, b1, ...]
+    places = [(axis, order + region.axes.index(axis)) for axis in range(order)]
+    box = box.transpose(tuple(itertools.chain(*places)))  # [g0, b0, g1, b1, ...]
     sides = (g * b for g, b in zip(region.grid, region.block, strict=True))
     return box.reshape(tuple(sides))
 
@@ -147,7 +199,8 @@ def _join(boxes: list[jax.Array], counts: Sequence[int]) -> jax.Array:
     return whole
 
 
-def _narrow(leaf: jax.Array, dtype: np.dtype) -> jax.Array:
+def narrow(leaf: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Casts; numbers beyond the range of the dtype become its largest."""
     limit = float(jnp.finfo(dtype).max)
     if limit < float(jnp.finfo(leaf.dtype).max):
         leaf = jnp.clip(leaf, -limit, limit)
@@ -164,8 +217,7 @@ def paste(plan: Plan, stacks: Stacks, like: Sequence[jax.Array | None]) -> list:
     starts = [[] for _ in plan.shapes]
     for region in plan.regions:
         if like[region.leaf] is not None:
-            blocks = stacks[region.stack][region.slots]
-            boxes[region.leaf].append(_paste_region(blocks, region))
+            boxes[region.leaf].append(_paste_region(stacks, region))
             starts[region.leaf].append(region.start)
     leaves = []
     for leaf, shape, parts, origin in zip(
@@ -173,6 +225,6 @@ def paste(plan: Plan, stacks: Stacks, like: Sequence[jax.Array | None]) -> list:
     ):
         if leaf is not None and parts:
             counts = [len(set(along)) for along in zip(*origin, strict=True)]
-            leaf = _narrow(_join(parts, counts).reshape(shape), leaf.dtype)
+            leaf = narrow(_join(parts, counts).reshape(shape), leaf.dtype)
         leaves.append(leaf)
     return leaves

@@ -17,6 +17,7 @@ from shampoo_optax._config import (
     is_static,
 )
 from shampoo_optax._decay import decay_weights
+from shampoo_optax._placement import Placement, place_scalars
 from shampoo_optax._trees import is_none, tree_map
 
 AliasDecay = Decay | Literal["l2"]
@@ -90,6 +91,7 @@ def descend(
     momentum: ArrayLike | None = None,
     dampening: ArrayLike = 0.0,
     nesterov: bool = False,
+    placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Chains a direction with decay, momentum and the step size, in their order."""
     check_rate("learning_rate", learning_rate)
@@ -109,4 +111,5 @@ def descend(
         parts = [decays, direction] if decay == "l2" else [direction, decays]
     if momentum is not None:
         parts.append(heavy_ball)
-    return optax.chain(*parts, scale_by_step_size(learning_rate), fill_absent())
+    parts += [scale_by_step_size(learning_rate), fill_absent()]
+    return place_scalars(optax.chain(*parts), placement)

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from shampoo_optax._stacks import contract
+from shampoo_optax._stacks import contract, per_slot
 
 
 def scale_to_one(
     matrices: jax.Array, floor: ArrayLike = 0.0
 ) -> tuple[jax.Array, jax.Array]:
-    """Divides by the power of two just above the trace, which is exact.
+    """Divides by a power of two next to the trace, which is exact.
 
     The smallest and the largest factors of a dtype then keep their digits.
 
@@ -19,11 +19,14 @@ def scale_to_one(
       floor: counts in the place of a smaller trace. Default 0.
 
     Returns:
-      the scaled matrices, and the exponents of the powers of two `[n]`, int32.
+      the scaled matrices, and the powers of two `[n]`.
     """
     trace = jnp.trace(matrices, axis1=1, axis2=2)
-    _, power = jnp.frexp(jnp.maximum(trace, jnp.asarray(floor, trace.dtype)))
-    return jnp.ldexp(matrices, -power[:, None, None]), power
+    info = jnp.finfo(trace.dtype)
+    trace = jnp.clip(trace, jnp.asarray(floor, trace.dtype), info.max / 4)
+    scale = jax.lax.reduce_precision(trace, info.nexp, 0)
+    scale = jnp.maximum(scale, info.tiny)
+    return matrices / per_slot(scale, matrices), scale
 
 
 def checked_eigh(matrices: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

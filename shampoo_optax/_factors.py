@@ -7,14 +7,15 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from shampoo_optax._config import Options
-from shampoo_optax._stacks import AxisStacks, Plan, Stacks, contract, per_slot
+from shampoo_optax._stacks import AxisStacks, Stack, Stacks, contract, per_slot
 
 
-def factored_axes(plan: Plan, options: Options) -> dict[str, dict[str, float]]:
+def factored_axes(
+    orders: dict[str, int], options: Options
+) -> dict[str, dict[str, float]]:
     """The exponents of the axes that have a factor: `{stack: {axis: e}}`."""
     axes = {}
-    for name, stack in plan.stacks.items():
-        order = len(stack.block)
+    for name, order in orders.items():
         exponents = {str(k): options.exponent(order, k) for k in range(order)}
         exponents = {k: e for k, e in exponents.items() if e != 0}
         if exponents:
@@ -22,14 +23,14 @@ def factored_axes(plan: Plan, options: Options) -> dict[str, dict[str, float]]:
     return axes
 
 
-def full_axes(plan: Plan, axes: dict, fill) -> AxisStacks:
+def full_axes(stacks: dict[str, Stack], axes: dict, fill) -> AxisStacks:
     """Builds `{stack: {axis: fill(n, d, dtype)}}` for the given axes."""
     return {
         name: {
             axis: fill(stack.size, stack.block[int(axis)], stack.dtype)
             for axis in axes[name]
         }
-        for name, stack in plan.stacks.items()
+        for name, stack in stacks.items()
         if name in axes
     }
 
@@ -106,7 +107,7 @@ def statistics_correction(options: Options, count: jax.Array) -> jax.Array:
 
 
 def usable_slots(
-    plan: Plan, present: dict, blocks: Stacks, factors: AxisStacks
+    present: dict, blocks: Stacks, factors: AxisStacks
 ) -> dict[str, jax.Array]:
     """The slots whose gradient may enter the statistics: `{stack: bool [n]}`.
 

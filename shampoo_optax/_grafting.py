@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from shampoo_optax._config import Options, is_static
-from shampoo_optax._stacks import Plan, Stacks, per_slot
+from shampoo_optax._stacks import Stack, Stacks, per_slot
 
 
 def keeps_filtered(options: Options) -> bool:
@@ -18,11 +18,11 @@ def keeps_moments(options: Options) -> bool:
     return options.graft not in (None, "sgd")
 
 
-def zero_blocks(plan: Plan) -> Stacks:
+def zero_blocks(stacks: dict[str, Stack]) -> Stacks:
     """A zero for every entry of every block, `{stack: [n, *block]}`."""
     return {
         name: jnp.zeros((stack.size, *stack.block), stack.dtype)
-        for name, stack in plan.stacks.items()
+        for name, stack in stacks.items()
     }
 
 

@@ -35,8 +35,8 @@ def inverse_roots(
       the roots `[n, d, d]` and their residuals `[n]`; NaN where the method failed.
     """
     eps = jnp.asarray(eps, factors.dtype)
-    scaled, power = scale_to_one(factors, eps)
-    eps = jnp.ldexp(eps, -power)
+    scaled, scale = scale_to_one(factors, eps)
+    eps = eps / scale
     relative_eps = jnp.asarray(relative_eps, factors.dtype)
     if isinstance(root, Iteration):
         ridge = jnp.maximum(eps, relative_eps * largest_row_sum(scaled))
@@ -44,8 +44,8 @@ def inverse_roots(
             add_to_diagonal(scaled, ridge), float(exponents[0]), root
         )
     else:
-        roots, residual = _decompose(scaled, exponents, root, eps, relative_eps, power)
-    undo = jnp.exp2(-power.astype(roots.dtype) * jnp.asarray(exponents, roots.dtype))
+        roots, residual = _decompose(scaled, exponents, root, eps, relative_eps, scale)
+    undo = scale ** -jnp.asarray(exponents, roots.dtype)
     return per_slot(undo, roots) * roots, residual
 
 
@@ -55,7 +55,7 @@ def _decompose(
     root: Eigh | PseudoInverse,
     eps: jax.Array,
     relative_eps: jax.Array,
-    power: jax.Array,
+    scale: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Inverse roots from eigenvalues, all in the units of the scaled factors."""
     powers = -jnp.asarray(exponents, scaled.dtype)[:, None]
@@ -64,7 +64,7 @@ def _decompose(
         add_to_diagonal(scaled, eps) if before else scaled
     )
     if isinstance(root, PseudoInverse):
-        inside = values > _rank_cutoff(values, root, power)
+        inside = values > _rank_cutoff(values, root, scale)
         weights = jnp.where(inside, jnp.where(inside, values, 1) ** powers, 0)
     else:
         added = eps if before else jnp.zeros_like(eps)
@@ -75,12 +75,12 @@ def _decompose(
     return contract(half, half, "nij,nkj->nik"), residual
 
 
-def _rank_cutoff(values: jax.Array, root: PseudoInverse, power: jax.Array) -> jax.Array:
+def _rank_cutoff(values: jax.Array, root: PseudoInverse, scale: jax.Array) -> jax.Array:
     """The eigenvalue at and below which a direction is outside the range, `[n, 1]`."""
     rtol = root.rtol
     if rtol is None:
         rtol = values.shape[-1] * jnp.finfo(values.dtype).eps
-    atol = jnp.ldexp(jnp.asarray(root.atol, values.dtype), -power)
+    atol = jnp.asarray(root.atol, values.dtype) / scale
     return jnp.maximum(rtol * jnp.maximum(values[:, -1], 0), atol)[:, None]
 
 

@@ -15,17 +15,10 @@ from shampoo_optax._factors import (
     identities,
     statistics_correction,
 )
+from shampoo_optax._placement import Method, Placement, block_transform
 from shampoo_optax._roots import refresh_roots
-from shampoo_optax._stacks import AxisStacks, Stacks
-from shampoo_optax._step import (
-    begin,
-    finish,
-    plan_parameters,
-    refresh_if_due,
-    shared_state,
-    stand_in,
-)
-from shampoo_optax._trees import next_count
+from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, orders_of
+from shampoo_optax._step import begin, finish, refresh_if_due, shared_fields
 
 
 class ScaleByShampooState(NamedTuple):
@@ -53,6 +46,24 @@ class ScaleByShampooState(NamedTuple):
     skipped: dict[str, jax.Array]  # {stack: [n]}, int32
 
 
+def _step(options: Options, inputs: Inputs) -> tuple[Stacks, dict[str, Any]]:
+    step = begin(inputs, options)
+    orders = {name: block.ndim - 1 for name, block in inputs.blocks.items()}
+    refresh = partial(
+        refresh_roots,
+        step.factors,
+        usable=step.usable,
+        exponents=factored_axes(orders, options),
+        correction=statistics_correction(options, inputs.count),
+        options=options,
+    )
+    roots, failures = refresh_if_due(
+        step, refresh, inputs.fields["roots"], inputs.fields["failures"]
+    )
+    directions, fields = finish(step, options, partial(apply_axes, roots))
+    return directions, dict(fields, roots=roots, failures=failures)
+
+
 def scale_by_shampoo(
     b1: ArrayLike = 0.9,
     b2: ArrayLike = 0.99,
@@ -71,6 +82,7 @@ def scale_by_shampoo(
     graft_drop_weighting: bool = False,
     root: Root = Eigh(),
     blocking: Blocking = Blocking(),
+    placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Preconditions gradients by Kronecker factors, as Distributed Shampoo does.
 
@@ -139,6 +151,8 @@ def scale_by_shampoo(
         :class:`CoupledNewton` or :class:`HigherOrderNewton`. Default `Eigh()`.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
         `Blocking()`.
+      placement: the devices that statistics, roots and work are divided over, a
+        :class:`Placement`. Default `None`: all stay on one device.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state is a
@@ -201,36 +215,12 @@ def scale_by_shampoo(
         blocking=blocking,
     )
 
-    def init_fn(params: optax.Params) -> ScaleByShampooState:
-        plan = plan_parameters(params, blocking)
-        empty = stand_in(ScaleByShampooState, plan)
-        if empty is not None:
-            return empty
-        roots = full_axes(plan, factored_axes(plan, options), identities)
-        return ScaleByShampooState(roots=roots, **shared_state(plan, options))
+    def init_fields(stacks: dict[str, Stack]) -> dict[str, Any]:
+        roots = full_axes(stacks, factored_axes(orders_of(stacks), options), identities)
+        return dict(roots=roots, **shared_fields(stacks, options))
 
-    def update_fn(
-        updates: optax.Updates,
-        state: ScaleByShampooState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, ScaleByShampooState]:
-        del extra_args
-        step = begin(updates, state, params, options, ScaleByShampooState)
-        if step is None:
-            return updates, state._replace(count=next_count(state.count))
-        plan = step.gradients.plan
-        refresh = partial(
-            refresh_roots,
-            step.factors,
-            usable=step.usable,
-            exponents=factored_axes(plan, options),
-            correction=statistics_correction(options, step.count),
-            options=options,
-        )
-        roots, failures = refresh_if_due(step, refresh, state.roots, state.failures)
-        direct = partial(apply_axes, roots)
-        direction, fields = finish(step, state, options, direct)
-        return direction, ScaleByShampooState(roots=roots, failures=failures, **fields)
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return block_transform(
+        Method(ScaleByShampooState, init_fields, partial(_step, options)),
+        options,
+        placement,
+    )

@@ -20,18 +20,10 @@ from shampoo_optax._factors import (
     statistics_weight,
 )
 from shampoo_optax._grafting import accumulate, zero_blocks
+from shampoo_optax._placement import Method, Placement, block_transform
 from shampoo_optax._refresh import refresh
-from shampoo_optax._stacks import AxisStacks, Stacks
-from shampoo_optax._step import (
-    Step,
-    begin,
-    finish,
-    plan_parameters,
-    refresh_if_due,
-    shared_state,
-    stand_in,
-)
-from shampoo_optax._trees import next_count
+from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, orders_of
+from shampoo_optax._step import Step, begin, finish, refresh_if_due, shared_fields
 
 
 class ScaleBySoapState(NamedTuple):
@@ -97,6 +89,33 @@ def _divide_in_bases(
     return apply_axes(bases, divided)
 
 
+def _step(
+    options: Options, exponents: Mapping[int, float], inputs: Inputs
+) -> tuple[Stacks, dict[str, Any]]:
+    step = begin(inputs, options)
+    recompute = partial(
+        refresh,
+        step.factors,
+        usable=step.usable,
+        compute=_eigenbases,
+        max_residual=options.root.max_residual,
+    )
+    bases, failures = refresh_if_due(
+        step, recompute, inputs.fields["bases"], inputs.fields["failures"]
+    )
+    moments = _update_moments(inputs.fields["moments"], step, bases, options)
+    direct = partial(
+        _divide_in_bases,
+        bases=bases,
+        moments=moments,
+        correction=statistics_correction(options, inputs.count),
+        exponents=exponents,
+        eps=options.eps,
+    )
+    directions, fields = finish(step, options, direct)
+    return directions, dict(fields, bases=bases, moments=moments, failures=failures)
+
+
 def scale_by_soap(
     b1: ArrayLike = 0.9,
     b2: ArrayLike = 0.99,
@@ -113,6 +132,7 @@ def scale_by_soap(
     graft_eps: ArrayLike = 1e-8,
     graft_drop_weighting: bool = False,
     blocking: Blocking = Blocking(),
+    placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Runs Adam's second moment in the eigenbasis of Shampoo's factors (SOAP).
 
@@ -156,6 +176,8 @@ def scale_by_soap(
         `False`.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
         `Blocking()`.
+      placement: the devices that statistics, bases and work are divided over, a
+        :class:`Placement`. Default `None`: all stay on one device.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state is a
@@ -209,47 +231,15 @@ def scale_by_soap(
         blocking=blocking,
     )
 
-    def init_fn(params: optax.Params) -> ScaleBySoapState:
-        plan = plan_parameters(params, blocking)
-        empty = stand_in(ScaleBySoapState, plan)
-        if empty is not None:
-            return empty
-        return ScaleBySoapState(
-            bases=full_axes(plan, factored_axes(plan, options), identities),
-            moments=zero_blocks(plan),
-            **shared_state(plan, options),
+    def init_fields(stacks: dict[str, Stack]) -> dict[str, Any]:
+        return dict(
+            bases=full_axes(
+                stacks, factored_axes(orders_of(stacks), options), identities
+            ),
+            moments=zero_blocks(stacks),
+            **shared_fields(stacks, options),
         )
 
-    def update_fn(
-        updates: optax.Updates,
-        state: ScaleBySoapState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, ScaleBySoapState]:
-        del extra_args
-        step = begin(updates, state, params, options, ScaleBySoapState)
-        if step is None:
-            return updates, state._replace(count=next_count(state.count))
-        recompute = partial(
-            refresh,
-            step.factors,
-            usable=step.usable,
-            compute=_eigenbases,
-            max_residual=options.root.max_residual,
-        )
-        bases, failures = refresh_if_due(step, recompute, state.bases, state.failures)
-        moments = _update_moments(state.moments, step, bases, options)
-        direct = partial(
-            _divide_in_bases,
-            bases=bases,
-            moments=moments,
-            correction=statistics_correction(options, step.count),
-            exponents=exponents or {},
-            eps=eps,
-        )
-        direction, fields = finish(step, state, options, direct)
-        return direction, ScaleBySoapState(
-            bases=bases, moments=moments, failures=failures, **fields
-        )
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    step = partial(_step, options, exponents or {})
+    method = Method(ScaleBySoapState, init_fields, step)
+    return block_transform(method, options, placement)

@@ -1,7 +1,7 @@
 """Block space: what a plan says of stacks, and what is common to their arrays."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +12,39 @@ AxisStacks = dict[str, dict[str, jax.Array]]  # {stack: {axis: [n, d, d]}}
 
 
 class Stack(NamedTuple):
-    """Equal-shaped blocks of one dtype."""
+    """Blocks of one shape and dtype; smaller ones are padded to it with zeros."""
 
     block: tuple[int, ...]
     dtype: np.dtype  # of the statistics: float32 or wider
     size: int  # number of slots
 
 
+def orders_of(stacks: dict[str, Stack]) -> dict[str, int]:
+    """The number of axes of the blocks of each stack."""
+    return {name: len(stack.block) for name, stack in stacks.items()}
+
+
+class Piece(NamedTuple):
+    """Neighbouring slots of a stack that hold neighbouring blocks of a region."""
+
+    stack: str
+    slot: int  # of the first block
+    size: int  # number of blocks
+
+    @property
+    def slots(self) -> slice:
+        return slice(self.slot, self.slot + self.size)
+
+
 class Region(NamedTuple):
     """The equal blocks that tile one box of a merged parameter, row-major."""
 
     leaf: int
-    stack: str
-    slot: int  # of the first block
     start: tuple[int, ...]
     grid: tuple[int, ...]  # number of blocks along each axis
     block: tuple[int, ...]
+    axes: tuple[int, ...]  # the region's axis that is each axis of the stack
+    pieces: tuple[Piece, ...]  # where the blocks lie, in their order
 
     @property
     def limit(self) -> tuple[int, ...]:
@@ -36,17 +53,43 @@ class Region(NamedTuple):
         )
 
     @property
-    def slots(self) -> slice:
-        return slice(self.slot, self.slot + math.prod(self.grid))
+    def size(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """The shape of a block in its stack, before padding."""
+        return tuple(self.block[axis] for axis in self.axes)
 
 
 class Plan(NamedTuple):
-    """Which block of which parameter lies in which slot of which stack."""
+    """Which block of which parameter lies in which slot of which stack.
+
+    An owner has `size / owners` consecutive slots of each stack.
+    """
 
     shapes: tuple[tuple[int, ...], ...]  # of the parameters
     merged: tuple[tuple[int, ...], ...]
     regions: tuple[Region, ...]
     stacks: dict[str, Stack]
+    owners: int
+
+    @property
+    def share(self) -> dict[str, Stack]:
+        """The stacks of one owner."""
+        return {
+            name: stack._replace(size=stack.size // self.owners)
+            for name, stack in self.stacks.items()
+        }
+
+
+class Inputs(NamedTuple):
+    """What a step in block space is given."""
+
+    blocks: Stacks  # the gradient, {stack: [n, *block]}, float32 or wider
+    present: dict  # {stack: bool [n]}: the slots that hold a gradient
+    count: jax.Array  # [], int32: this step's number t, from 1
+    fields: dict[str, Any]  # of the state, its count left out
 
 
 def per_slot(values: jax.Array, like: jax.Array) -> jax.Array:
