@@ -175,6 +175,23 @@ def present_slots(plan: Plan, leaves: Sequence[jax.Array | None]) -> dict:
     return present
 
 
+def unpadded_sides(plan: Plan) -> dict:
+    """The sides of the blocks in padded stacks: `{stack: {axis: int32 [n]}}`."""
+    sides = {}
+    for region in plan.regions:
+        for piece in region.pieces:
+            stack = plan.stacks[piece.stack]
+            table = sides.setdefault(
+                piece.stack, np.tile(np.int32(stack.block), (stack.size, 1))
+            )
+            table[piece.slots] = region.stacked
+    return {
+        name: {str(axis): column for axis, column in enumerate(table.T)}
+        for name, table in sides.items()
+        if (table != plan.stacks[name].block).any()
+    }
+
+
 def _paste_region(stacks: Stacks, region: Region) -> jax.Array:
     inner = tuple(slice(side) for side in region.stacked)
     blocks = _concatenate([stacks[p.stack][p.slots, *inner] for p in region.pieces])

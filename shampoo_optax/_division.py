@@ -22,20 +22,18 @@ class Division(NamedTuple):
     Attributes:
       owners: the number of devices that the blocks are dealt to.
       cost: the cost of a block, by its shape.
-      padded: whether blocks of different shapes may share a stack.
       fixed: orders of the blocks whose axes keep their places; those of other
         blocks are put in descending order, so that there are fewer shapes.
     """
 
     owners: int
     cost: Callable[[Shape], float]
-    padded: bool
     fixed: frozenset[int]
 
     def axes(self, block: Shape) -> tuple[int, ...]:
         """The axis of a block that is put at each place."""
         places = range(len(block))
-        if self.owners == 1 or not self.padded or len(block) in self.fixed:
+        if self.owners == 1 or len(block) in self.fixed:
             return tuple(places)
         return tuple(sorted(places, key=lambda axis: -block[axis]))
 
@@ -58,7 +56,7 @@ def polynomial(coefficients: Sequence[float]) -> Callable[[Shape], float]:
     return cost
 
 
-UNDIVIDED = Division(1, memory, padded=False, fixed=frozenset())
+UNDIVIDED = Division(1, memory, frozenset())
 
 
 def deal(counts: Mapping[Shape, int], division: Division) -> dict[Shape, Counter]:
@@ -76,11 +74,11 @@ def deal(counts: Mapping[Shape, int], division: Division) -> dict[Shape, Counter
       the shapes in each stack and their numbers, `{stack's block: {shape: n}}`.
 
     Examples:
-      >>> rules = Division(4, memory, padded=True, fixed=frozenset())
+      >>> rules = Division(4, memory, frozenset())
       >>> deal({(8, 8): 9, (8, 6): 2}, rules)
       {(8, 8): Counter({(8, 8): 9, (8, 6): 2})}
     """
-    if division.owners == 1 or not division.padded:
+    if division.owners == 1:
         return {shape: Counter({shape: n}) for shape, n in counts.items()}
     stacks: dict[Shape, Counter] = {}
     for order in sorted({len(shape) for shape in counts}):

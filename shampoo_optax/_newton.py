@@ -14,8 +14,8 @@ _STALLED = 1e-3  # an error that stands still below this is at its minimum
 
 
 def add_to_diagonal(matrices: jax.Array, values: jax.Array) -> jax.Array:
-    """Adds `[n]` to the diagonals of `[n, d, d]`."""
-    return matrices + values[:, None, None] * _eye(matrices)
+    """Adds `[n]` or `[n, d]` to the diagonals of `[n, d, d]`."""
+    return matrices + values.reshape(len(values), -1, 1) * _eye(matrices)
 
 
 def largest_row_sum(matrices: jax.Array) -> jax.Array:

@@ -18,8 +18,15 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shampoo_optax._blocking import cut, narrow, paste, plan_of, present_slots
-from shampoo_optax._config import Eigh, Options, check_choice, check_number
+from shampoo_optax._blocking import (
+    cut,
+    narrow,
+    paste,
+    plan_of,
+    present_slots,
+    unpadded_sides,
+)
+from shampoo_optax._config import Options, check_choice, check_number
 from shampoo_optax._division import Division, memory, polynomial
 from shampoo_optax._leaves import read_gradients, read_params
 from shampoo_optax._stacks import Inputs, Plan, Stack, Stacks
@@ -212,7 +219,6 @@ def _division(options: Options, placement: Placement | None) -> Division:
     return Division(
         owners=owners_of(placement),
         cost=memory if cost == "memory" else polynomial(cost),
-        padded=isinstance(options.root, Eigh),
         fixed=frozenset(fixed),
     )
 
@@ -324,13 +330,12 @@ def _step(
 ) -> tuple[list, jax.Array, dict[str, Any]]:
     """One step on all slots, or on those of the device that runs this."""
     count = next_count(count)
-    blocks, present = cut(plan, leaves), present_slots(plan, leaves)
+    blocks = cut(plan, leaves)
+    tables = present_slots(plan, leaves), unpadded_sides(plan)
     if placement is not None:
         blocks = _own_blocks(plan, placement, blocks, leaves)
-        present = {
-            name: _own(plan, placement, table) for name, table in present.items()
-        }
-    directions, fields = method.step(Inputs(blocks, present, count, fields))
+        tables = jax.tree.map(functools.partial(_own, plan, placement), tables)
+    directions, fields = method.step(Inputs(blocks, *tables, count, fields))
     if placement is not None:
         directions = _gather(plan, placement, directions, leaves)
     return paste(plan, directions, leaves), count, fields

@@ -14,7 +14,8 @@ def refresh(
     derived: AxisStacks,
     failures: dict[str, jax.Array],
     usable: dict[str, jax.Array],
-    compute: Callable[[jax.Array, list[tuple[str, str, int]]], tuple],
+    sides: dict[str, dict[str, jax.Array]],
+    compute: Callable[[jax.Array, jax.Array | None, list[tuple[str, str, int]]], tuple],
     max_residual: float,
     ridge: ArrayLike = 0.0,
     kind: Callable[[str, str], Hashable] = lambda name, axis: None,
@@ -30,9 +31,11 @@ def refresh(
       derived: like `factors`, the previous roots or bases.
       failures: `{stack: [n]}`, int32.
       usable: `{stack: [n]}`, bool.
-      compute: maps all factors of one side `[N, d, d]`, and the list of the
-        (stack, axis, slots) that they come from, to the new matrices and their
-        residuals `[N]`.
+      sides: `{stack: {axis: [n]}}`, int32, the sides of the factors before padding,
+        where there is any.
+      compute: maps all factors of one side `[N, d, d]`, where there is padding, bool
+        `[N, d]` or `None`, and the list of the (stack, axis, slots) that the factors
+        come from, to the new matrices and their residuals `[N]`.
       max_residual: the largest residual that is not refused.
       ridge: what is added to the factors, if anything.
       kind: maps a stack and an axis to a key; only factors of equal keys share a
@@ -45,7 +48,7 @@ def refresh(
     failed = {name: jnp.zeros_like(usable[name]) for name in factors}
     for members in _by_side(factors, kind).values():
         batch = jnp.concatenate([factors[name][axis] for name, axis, _ in members])
-        matrices, residuals = compute(batch, members)
+        matrices, residuals = compute(batch, _padding(sides, members, batch), members)
         sound = jnp.all(jnp.isfinite(matrices), axis=(1, 2))
         sound &= residuals <= max_residual
         alive = (jnp.trace(batch, axis1=1, axis2=2) > 0) | (jnp.asarray(ridge) > 0)
@@ -60,6 +63,18 @@ def refresh(
             failed[name] |= tried & ~sound[start:stop]
     counts = {name: failures[name] + failed[name].astype(jnp.int32) for name in failed}
     return fresh, counts
+
+
+def _padding(sides: dict, members: list, batch: jax.Array) -> jax.Array | None:
+    """Which rows and columns of each factor are padding, `[N, d]`, if any are."""
+    if not any(name in sides for name, _, _ in members):
+        return None
+    side = batch.shape[-1]
+    own = [
+        jnp.asarray(sides[name][axis]) if name in sides else jnp.full(slots, side)
+        for name, axis, slots in members
+    ]
+    return jnp.arange(side) >= jnp.concatenate(own)[:, None]
 
 
 def _by_side(factors: AxisStacks, kind: Callable[[str, str], Hashable]) -> dict:

@@ -20,6 +20,7 @@ def inverse_roots(
     root: Root,
     eps: ArrayLike,
     relative_eps: ArrayLike,
+    padding: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     r"""Computes :math:`(L + \rho I)^{-e}` for a batch of factors of one side.
 
@@ -30,6 +31,7 @@ def inverse_roots(
       eps: absolute ridge.
       relative_eps: ridge relative to the largest eigenvalue, or to the largest row
         sum where the method knows no eigenvalues.
+      padding: bool `[n, d]`, which rows and columns are padding; `None`: none are.
 
     Returns:
       the roots `[n, d, d]` and their residuals `[n]`; NaN where the method failed.
@@ -40,11 +42,16 @@ def inverse_roots(
     relative_eps = jnp.asarray(relative_eps, factors.dtype)
     if isinstance(root, Iteration):
         ridge = jnp.maximum(eps, relative_eps * largest_row_sum(scaled))
+        ridge = jnp.broadcast_to(ridge[:, None], scaled.shape[:2])
+        if padding is not None:
+            ridge = jnp.where(padding, _mean_eigenvalue(scaled, padding), ridge)
         roots, residual = iterate_roots(
             add_to_diagonal(scaled, ridge), float(exponents[0]), root
         )
     else:
-        roots, residual = _decompose(scaled, exponents, root, eps, relative_eps, scale)
+        roots, residual = _decompose(
+            scaled, exponents, root, eps, relative_eps, scale, padding
+        )
     undo = scale ** -jnp.asarray(exponents, roots.dtype)
     return per_slot(undo, roots) * roots, residual
 
@@ -56,6 +63,7 @@ def _decompose(
     eps: jax.Array,
     relative_eps: jax.Array,
     scale: jax.Array,
+    padding: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Inverse roots from eigenvalues, all in the units of the scaled factors."""
     powers = -jnp.asarray(exponents, scaled.dtype)[:, None]
@@ -64,7 +72,7 @@ def _decompose(
         add_to_diagonal(scaled, eps) if before else scaled
     )
     if isinstance(root, PseudoInverse):
-        inside = values > _rank_cutoff(values, root, scale)
+        inside = values > _rank_cutoff(values, root, scale, padding)
         weights = jnp.where(inside, jnp.where(inside, values, 1) ** powers, 0)
     else:
         added = eps if before else jnp.zeros_like(eps)
@@ -75,11 +83,20 @@ def _decompose(
     return contract(half, half, "nij,nkj->nik"), residual
 
 
-def _rank_cutoff(values: jax.Array, root: PseudoInverse, scale: jax.Array) -> jax.Array:
+def _mean_eigenvalue(matrices: jax.Array, padding: jax.Array) -> jax.Array:
+    """The mean eigenvalue before padding, `[n, 1]`."""
+    trace = jnp.trace(matrices, axis1=1, axis2=2)
+    return (trace / jnp.sum(~padding, axis=1))[:, None]
+
+
+def _rank_cutoff(
+    values: jax.Array, root: PseudoInverse, scale: jax.Array, padding: jax.Array | None
+) -> jax.Array:
     """The eigenvalue at and below which a direction is outside the range, `[n, 1]`."""
     rtol = root.rtol
     if rtol is None:
-        rtol = values.shape[-1] * jnp.finfo(values.dtype).eps
+        side = values.shape[-1] if padding is None else jnp.sum(~padding, axis=1)
+        rtol = side * jnp.finfo(values.dtype).eps
     atol = jnp.asarray(root.atol, values.dtype) / scale
     return jnp.maximum(rtol * jnp.maximum(values[:, -1], 0), atol)[:, None]
 
@@ -89,6 +106,7 @@ def refresh_roots(
     roots: AxisStacks,
     failures: dict[str, jax.Array],
     usable: dict[str, jax.Array],
+    sides: dict[str, dict[str, jax.Array]],
     exponents: dict[str, dict[str, float]],
     correction: jax.Array,
     options: Options,
@@ -100,6 +118,7 @@ def refresh_roots(
       roots: like `factors`, the previous roots.
       failures: `{stack: [n]}`, int32.
       usable: `{stack: [n]}`, bool.
+      sides: `{stack: {axis: [n]}}`, before padding, where there is any.
       exponents: `{stack: {axis: e}}`.
       correction: scalar, divides the factors.
       options: the transform's arguments.
@@ -111,16 +130,24 @@ def refresh_roots(
     if relative_eps is None:
         relative_eps = 0.0 if isinstance(root, PseudoInverse) else 1e-6
 
-    def compute(batch, members):
+    def compute(batch, padding, members):
         powers = np.concatenate(
             [np.full(slots, exponents[name][axis]) for name, axis, slots in members]
         )
         batch = batch / correction.astype(batch.dtype)
-        return inverse_roots(batch, powers, root, options.eps, relative_eps)
+        return inverse_roots(batch, powers, root, options.eps, relative_eps, padding)
 
     def kind(name: str, axis: str) -> Hashable:
         return exponents[name][axis] if isinstance(root, Iteration) else None
 
     return refresh(
-        factors, roots, failures, usable, compute, root.max_residual, options.eps, kind
+        factors,
+        roots,
+        failures,
+        usable,
+        sides,
+        compute,
+        max_residual=root.max_residual,
+        ridge=options.eps,
+        kind=kind,
     )

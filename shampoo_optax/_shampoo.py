@@ -53,6 +53,7 @@ def _step(options: Options, inputs: Inputs) -> tuple[Stacks, dict[str, Any]]:
         refresh_roots,
         step.factors,
         usable=step.usable,
+        sides=inputs.sides,
         exponents=factored_axes(orders, options),
         correction=statistics_correction(options, inputs.count),
         options=options,

@@ -20,6 +20,7 @@ from shampoo_optax._factors import (
     statistics_weight,
 )
 from shampoo_optax._grafting import accumulate, zero_blocks
+from shampoo_optax._newton import add_to_diagonal
 from shampoo_optax._placement import Method, Placement, block_transform
 from shampoo_optax._refresh import refresh
 from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, orders_of
@@ -50,8 +51,12 @@ class ScaleBySoapState(NamedTuple):
     skipped: dict[str, jax.Array]  # {stack: [n]}, int32
 
 
-def _eigenbases(factors: jax.Array, _) -> tuple[jax.Array, jax.Array]:
+def _eigenbases(
+    factors: jax.Array, padding: jax.Array | None, _
+) -> tuple[jax.Array, jax.Array]:
     scaled, _ = scale_to_one(factors)
+    if padding is not None:  # last in the order of eigenvalues, as in the block
+        scaled = add_to_diagonal(scaled, 4 * padding.astype(scaled.dtype))
     _, bases, residuals = checked_eigh(scaled)
     return bases, residuals
 
@@ -97,6 +102,7 @@ def _step(
         refresh,
         step.factors,
         usable=step.usable,
+        sides=inputs.sides,
         compute=_eigenbases,
         max_residual=options.root.max_residual,
     )

@@ -88,6 +88,7 @@ class Inputs(NamedTuple):
 
     blocks: Stacks  # the gradient, {stack: [n, *block]}, float32 or wider
     present: dict  # {stack: bool [n]}: the slots that hold a gradient
+    sides: dict  # {stack: {axis: int32 [n]}}: sides before padding, where there is any
     count: jax.Array  # [], int32: this step's number t, from 1
     fields: dict[str, Any]  # of the state, its count left out
 
