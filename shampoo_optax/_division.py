@@ -13,7 +13,7 @@ from typing import NamedTuple
 Shape = tuple[int, ...]
 
 # How much of an owner's share may be spent on padding for the sake of fewer shapes.
-SLACK = 0.01
+SLACK = 0.03
 
 
 class Division(NamedTuple):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from shampoo_optax._stacks import contract, per_slot
+from shampoo_optax._stacks import contract, per_slot, traces
 
 
 def scale_to_one(
@@ -21,7 +21,7 @@ def scale_to_one(
     Returns:
       the scaled matrices, and the powers of two `[n]`.
     """
-    trace = jnp.trace(matrices, axis1=1, axis2=2)
+    trace = traces(matrices)
     info = jnp.finfo(trace.dtype)
     trace = jnp.clip(trace, jnp.asarray(floor, trace.dtype), info.max / 4)
     scale = jax.lax.reduce_precision(trace, info.nexp, 0)

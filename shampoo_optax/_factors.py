@@ -7,7 +7,16 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from shampoo_optax._config import Options
-from shampoo_optax._stacks import AxisStacks, Stack, Stacks, contract, per_slot
+from shampoo_optax._stacks import (
+    AxisStacks,
+    Stack,
+    Stacks,
+    contract,
+    join,
+    per_slot,
+    split,
+    traces,
+)
 
 
 def factored_axes(
@@ -107,7 +116,7 @@ def statistics_correction(options: Options, count: jax.Array) -> jax.Array:
 
 
 def usable_slots(
-    present: dict, blocks: Stacks, factors: AxisStacks
+    present: dict, blocks: Stacks, factors: AxisStacks, groups: dict[str, list[str]]
 ) -> dict[str, jax.Array]:
     """The slots whose gradient may enter the statistics: `{stack: bool [n]}`.
 
@@ -115,14 +124,16 @@ def usable_slots(
     the trace of the factors (an upper bound of every entry) would overflow.
     """
 
-    def usable(name, block):
+    def new_trace(name, block):
         total = jnp.sum(jnp.square(block), axis=tuple(range(1, block.ndim)))
         factor = next(iter(factors.get(name, {}).values()), None)
-        if factor is not None:
-            total += jnp.trace(factor, axis1=1, axis2=2)
-        return present[name] & (total < jnp.finfo(block.dtype).max / 4)
+        return total if factor is None else total + traces(factor)
 
-    return {name: usable(name, block) for name, block in blocks.items()}
+    totals = {name: new_trace(name, block) for name, block in blocks.items()}
+    usable = join(jax.tree.map(jnp.asarray, present), groups)
+    for key, total in join(totals, groups).items():
+        usable[key] &= total < jnp.finfo(total.dtype).max / 4
+    return split(usable, groups, totals)
 
 
 def update_factors(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from shampoo_optax._config import Options, is_static
-from shampoo_optax._stacks import Stack, Stacks, per_slot
+from shampoo_optax._stacks import Stack, Stacks, join, per_slot, split
 
 
 def keeps_filtered(options: Options) -> bool:
@@ -99,8 +99,11 @@ def graft_direction(
 ) -> Stacks:
     r"""The grafted method's own direction, :math:`\tilde G / (\sqrt V + \epsilon_g)`.
 
-    Adam divides V by :math:`1 - b_{2g}^t` first; SGD gives the filtered gradient.
+    Adam divides V by :math:`1 - b_{2g}^t` first; SGD gives the filtered gradient;
+    without grafting there is none.
     """
+    if options.graft is None:
+        return {}
     if not keeps_moments(options):
         return used
     b2 = options.b2 if options.graft_b2 is None else options.graft_b2
@@ -115,39 +118,61 @@ def graft_direction(
     return {name: direction(name, gradient) for name, gradient in used.items()}
 
 
-def norms(blocks: jax.Array) -> jax.Array:
-    """The norm of each block, `[n]`, also where its square is out of range."""
-    axes = tuple(range(1, blocks.ndim))
-    largest = jnp.max(jnp.abs(blocks), axis=axes, initial=0)
-    scale = jnp.where(largest > 0, largest, 1)
-    scaled = blocks / per_slot(scale, blocks)
-    return scale * jnp.sqrt(jnp.sum(jnp.square(scaled), axis=axes))
-
-
-def graft_norms(direction: Stacks, magnitude: Stacks) -> Stacks:
-    """Gives each block of `direction` the norm of the same block of `magnitude`."""
-
-    def graft(block, target):
-        ratio = norms(target) / (norms(block) + jnp.asarray(1e-16, block.dtype))
-        return block * per_slot(ratio, block)
-
-    return {name: graft(block, magnitude[name]) for name, block in direction.items()}
-
-
 def graft(
     direction: Stacks,
-    moments: Stacks,
-    used: Stacks,
-    count: jax.Array,
+    magnitude: Stacks,
+    usable: dict[str, jax.Array],
     started: jax.Array,
-    options: Options,
-) -> Stacks:
-    """The direction with the grafted norms; before the start, the grafted one."""
-    if options.graft is None:
-        return direction
-    magnitude = graft_direction(moments, used, count, options)
-    grafted = graft_norms(direction, magnitude)
-    return {
-        name: jnp.where(started, block, magnitude[name])
-        for name, block in grafted.items()
-    }
+    groups: dict[str, list[str]],
+) -> tuple[Stacks, dict[str, jax.Array]]:
+    """The direction with the grafted norms; before the start, the grafted one.
+
+    Args:
+      direction: `{stack: [n, *block]}`.
+      magnitude: like it, the grafted direction; empty without grafting.
+      usable: `{stack: [n]}`; the direction of other slots becomes 0.
+      started: scalar, bool.
+      groups: `{bundle: stacks}`.
+
+    Returns:
+      the direction, and which slots have one that is finite, `{stack: [n]}`.
+    """
+    sizes = join(_per_block(norms if magnitude else _largest, direction), groups)
+    ratios, moving = {}, join(usable, groups)
+    if magnitude:
+        wanted = join(_per_block(_plain_norms, magnitude), groups)
+        ratios = {key: wanted[key] / (size + 1e-16) for key, size in sizes.items()}
+        sizes = {
+            key: wanted[key] + jnp.where(started, size, 0)
+            for key, size in sizes.items()
+        }
+    moving = {key: slots & jnp.isfinite(sizes[key]) for key, slots in moving.items()}
+    ratios, moving = (split(x, groups, usable) if x else {} for x in (ratios, moving))
+
+    def take(name: str, block: jax.Array) -> jax.Array:
+        if magnitude:
+            grafted = per_slot(ratios[name], block) * block
+            block = jnp.where(started, grafted, magnitude[name])
+        return jnp.where(per_slot(moving[name], block), block, 0)
+
+    return {name: take(name, block) for name, block in direction.items()}, moving
+
+
+def _per_block(function, stacks: Stacks) -> Stacks:
+    return {name: function(block) for name, block in stacks.items()}
+
+
+def _largest(blocks: jax.Array) -> jax.Array:
+    """The largest absolute entry of each block, `[n]`."""
+    return jnp.max(jnp.abs(blocks), axis=tuple(range(1, blocks.ndim)), initial=0)
+
+
+def _plain_norms(blocks: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.sum(jnp.square(blocks), axis=tuple(range(1, blocks.ndim))))
+
+
+def norms(blocks: jax.Array) -> jax.Array:
+    """The norm of each block, `[n]`, also where its square is out of range."""
+    largest = _largest(blocks)
+    scale = jnp.where(largest > 0, largest, 1)
+    return scale * _plain_norms(blocks / per_slot(scale, blocks))

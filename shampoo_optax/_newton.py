@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from shampoo_optax._config import CoupledNewton, HigherOrderNewton
-from shampoo_optax._stacks import contract
+from shampoo_optax._stacks import contract, traces
 
 _GROWTH = 1.2  # an error that grows by more than this has passed its minimum
 _STALLED = 1e-3  # an error that stands still below this is at its minimum
@@ -61,7 +61,7 @@ def iterate_roots(
 def _scale(matrices, power: int, root: CoupledNewton | HigherOrderNewton) -> jax.Array:
     """The z with which the eigenvalues of zA are where the iteration converges."""
     if isinstance(root, HigherOrderNewton):
-        return 1 / jnp.trace(matrices, axis1=1, axis2=2)
+        return 1 / traces(matrices)
     return (power + 1) / (2 * jnp.sqrt(jnp.sum(jnp.square(matrices), axis=(1, 2))))
 
 

@@ -334,7 +334,7 @@ def _step(
     tables = present_slots(plan, leaves), unpadded_sides(plan)
     if placement is not None:
         blocks = _own_blocks(plan, placement, blocks, leaves)
-        tables = jax.tree.map(functools.partial(_own, plan, placement), tables)
+        tables = _own_tables(plan, placement, tables)
     directions, fields = method.step(Inputs(blocks, *tables, count, fields))
     if placement is not None:
         directions = _gather(plan, placement, directions, leaves)
@@ -344,8 +344,19 @@ def _step(
 def _own(plan: Plan, placement: Placement, stack: jax.Array | np.ndarray) -> jax.Array:
     """This device's slots of a stack that it has whole."""
     size = len(stack) // plan.owners
-    start = jax.lax.axis_index(placement.axes) * size
+    start = jax.lax.axis_index(placement.axes).astype(jnp.uint32) * np.uint32(size)
     return jax.lax.dynamic_slice_in_dim(jnp.asarray(stack), start, size)
+
+
+def _own_tables(plan: Plan, placement: Placement, tables: Any) -> Any:
+    """This device's part of static tables over all slots, read as one row."""
+    leaves, treedef = jax.tree.flatten(tables)
+    rows = [leaf.reshape(plan.owners, -1).astype(np.int32) for leaf in leaves]
+    row = _own(plan, placement, np.concatenate(rows, axis=1))[0]
+    stops = np.cumsum([part.shape[1] for part in rows])
+    parts = jnp.split(row, stops[:-1])
+    parts = [p.astype(leaf.dtype) for p, leaf in zip(parts, leaves, strict=True)]
+    return treedef.unflatten(parts)
 
 
 def _own_blocks(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from shampoo_optax._stacks import AxisStacks, per_slot
+from shampoo_optax._stacks import AxisStacks, per_slot, traces
 
 
 def refresh(
@@ -51,7 +51,7 @@ def refresh(
         matrices, residuals = compute(batch, _padding(sides, members, batch), members)
         sound = jnp.all(jnp.isfinite(matrices), axis=(1, 2))
         sound &= residuals <= max_residual
-        alive = (jnp.trace(batch, axis1=1, axis2=2) > 0) | (jnp.asarray(ridge) > 0)
+        alive = (traces(batch) > 0) | (jnp.asarray(ridge) > 0)
         stop = 0
         for name, axis, slots in members:
             start, stop = stop, stop + slots

@@ -11,7 +11,7 @@ from shampoo_optax._config import Eigh, Iteration, Options, PseudoInverse, Root
 from shampoo_optax._eigen import checked_eigh, scale_to_one
 from shampoo_optax._newton import add_to_diagonal, iterate_roots, largest_row_sum
 from shampoo_optax._refresh import refresh
-from shampoo_optax._stacks import AxisStacks, contract, per_slot
+from shampoo_optax._stacks import AxisStacks, contract, per_slot, traces
 
 
 def inverse_roots(
@@ -85,7 +85,7 @@ def _decompose(
 
 def _mean_eigenvalue(matrices: jax.Array, padding: jax.Array) -> jax.Array:
     """The mean eigenvalue before padding, `[n, 1]`."""
-    trace = jnp.trace(matrices, axis1=1, axis2=2)
+    trace = traces(matrices)
     return (trace / jnp.sum(~padding, axis=1))[:, None]
 
 

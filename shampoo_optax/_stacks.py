@@ -93,9 +93,55 @@ class Inputs(NamedTuple):
     fields: dict[str, Any]  # of the state, its count left out
 
 
+BUNDLE = 2**24  # entries, 64 MiB in float32
+
+
+def bundles(stacks: Stacks) -> dict[str, list[str]]:
+    """Which stacks are joined: of one dtype, and no more than fit in a bundle."""
+    groups, sizes = {}, {}
+    for name, stack in stacks.items():
+        index = 0
+        while sizes.get((stack.dtype, index), 0) + stack.size > BUNDLE:
+            index += 1
+            if (stack.dtype, index) not in sizes:
+                break
+        key = stack.dtype, index
+        sizes[key] = sizes.get(key, 0) + stack.size
+        groups.setdefault(f"{stack.dtype}.{index}", []).append(name)
+    return groups
+
+
+def join(stacks: Stacks, groups: dict[str, list[str]]) -> Stacks:
+    """Joins the entries of all blocks of a bundle, `{bundle: [entries]}`.
+
+    What is done entry by entry is then one operation a bundle, not one a stack.
+    """
+    return {
+        key: jnp.concatenate([stacks[name].reshape(-1) for name in names])
+        for key, names in groups.items()
+    }
+
+
+def split(joined: Stacks, groups: dict[str, list[str]], like: Stacks) -> Stacks:
+    """The stacks that were joined, with the shapes of `like`."""
+    stacks = {}
+    for key, names in groups.items():
+        stop = 0
+        for name in names:
+            start, stop = stop, stop + like[name].size
+            stacks[name] = joined[key][start:stop].reshape(like[name].shape)
+    return {name: stacks[name] for name in like}
+
+
 def per_slot(values: jax.Array, like: jax.Array) -> jax.Array:
     """Reshapes `[n]` so that it broadcasts against a stack `[n, ...]`."""
     return values.reshape(values.shape + (1,) * (like.ndim - 1))
+
+
+def traces(matrices: jax.Array) -> jax.Array:
+    """The trace of each matrix, `[n]`; reads the diagonals alone."""
+    n, side, _ = matrices.shape
+    return jnp.sum(matrices.reshape(n, -1)[:, :: side + 1], axis=1)
 
 
 def contract(left: jax.Array, right: jax.Array, subscripts: str) -> jax.Array:

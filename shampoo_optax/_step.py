@@ -20,6 +20,7 @@ from shampoo_optax._factors import (
 from shampoo_optax._grafting import (
     filter_gradient,
     graft,
+    graft_direction,
     keeps_filtered,
     keeps_moments,
     update_moments,
@@ -30,8 +31,11 @@ from shampoo_optax._stacks import (
     Inputs,
     Stack,
     Stacks,
+    bundles,
+    join,
     orders_of,
     per_slot,
+    split,
 )
 
 
@@ -41,6 +45,9 @@ class Step(NamedTuple):
     inputs: Inputs
     blocks: Stacks  # the gradient, zero in unusable slots
     usable: dict[str, jax.Array]  # {stack: [n]}, bool
+    groups: dict[str, list[str]]  # {bundle: stacks}
+    entries: Stacks  # the gradient, {bundle: [entries]}, zero in unusable slots
+    kept: dict[str, jax.Array]  # {bundle: [entries]}, bool, in usable slots
     factors: AxisStacks  # with this step's statistics
     due: jax.Array  # [], bool: whether this step refreshes
     started: jax.Array  # [], bool
@@ -65,16 +72,22 @@ def shared_fields(stacks: dict[str, Stack], options: Options) -> dict[str, Any]:
 def begin(inputs: Inputs, options: Options) -> Step:
     """Finds the usable slots, and updates the factors."""
     count, factors = inputs.count, inputs.fields["factors"]
-    usable = usable_slots(inputs.present, inputs.blocks, factors)
-    blocks = {
-        name: jnp.where(per_slot(usable[name], block), block, 0)
+    groups = bundles(inputs.blocks)
+    usable = usable_slots(inputs.present, inputs.blocks, factors, groups)
+    masks = {
+        name: jnp.broadcast_to(per_slot(usable[name], block), block.shape)
         for name, block in inputs.blocks.items()
     }
+    kept, entries = join(masks, groups), join(inputs.blocks, groups)
+    entries = {key: jnp.where(kept[key], entry, 0) for key, entry in entries.items()}
+    blocks = split(entries, groups, inputs.blocks)
     factors = update_factors(factors, blocks, usable, options)
     every = jnp.asarray(options.refresh_every, jnp.int32)
     start = every if options.start is None else jnp.asarray(options.start, jnp.int32)
     due = (count == start) | ((count > start) & (count % every == 0))
-    return Step(inputs, blocks, usable, factors, due, count >= start)
+    return Step(
+        inputs, blocks, usable, groups, entries, kept, factors, due, count >= start
+    )
 
 
 def refresh_if_due(step: Step, refresh: Callable, *derived: Any) -> Any:
@@ -98,25 +111,34 @@ def finish(
       the directions, and the new values of the fields that all states share, all
       but `failures`.
     """
-    usable, fields, count = step.usable, step.inputs.fields, step.inputs.count
-    moments = update_moments(fields["graft_moments"], step.blocks, usable, options)
-    used, filtered = filter_gradient(
-        fields["filtered"], step.blocks, usable, count, options
+    inputs, groups, kept = step.inputs, step.groups, step.kept
+    moments, filtered = (
+        join(inputs.fields[name], groups) if inputs.fields[name] else {}
+        for name in ("graft_moments", "filtered")
     )
-    direction = graft(direct(used), moments, used, count, step.started, options)
-    moving = {
-        name: usable[name] & jnp.all(jnp.isfinite(block), axis=range(1, block.ndim))
-        for name, block in direction.items()
-    }
-    direction = {
-        name: jnp.where(per_slot(moving[name], block), block, 0)
-        for name, block in direction.items()
-    }
-    skipped = {
-        name: counter
-        + (step.inputs.present[name] & ~moving[name]).astype(counter.dtype)
-        for name, counter in fields["skipped"].items()
-    }
+    moments = update_moments(moments, step.entries, kept, options)
+    used, filtered = filter_gradient(
+        filtered, step.entries, kept, inputs.count, options
+    )
+    magnitude = graft_direction(moments, used, inputs.count, options)
+    used, magnitude, moments, filtered = (
+        split(joined, groups, inputs.blocks) if joined else {}
+        for joined in (used, magnitude, moments, filtered)
+    )
+    direction, moving = graft(
+        direct(used), magnitude, step.usable, step.started, groups
+    )
+    still = {name: inputs.present[name] & ~slots for name, slots in moving.items()}
+    skipped = _add(inputs.fields["skipped"], still, groups)
     return direction, dict(
         factors=step.factors, graft_moments=moments, filtered=filtered, skipped=skipped
     )
+
+
+def _add(counters: dict, slots: dict, groups: dict) -> dict[str, jax.Array]:
+    """Counts one more in the given slots."""
+    counts, slots = join(counters, groups), join(slots, groups)
+    counts = {
+        key: count + slots[key].astype(count.dtype) for key, count in counts.items()
+    }
+    return split(counts, groups, counters)
