@@ -139,7 +139,7 @@ def _pad(blocks: jax.Array, size: int, block: Sequence[int]) -> jax.Array:
 
 def cut(plan: Plan, leaves: Sequence[jax.Array | None]) -> Stacks:
     """Cuts leaves into stacks of blocks in the stacks' dtypes; `None` gives zeros."""
-    parts = {name: {} for name in plan.stacks}
+    parts = {name: {} for name in plan.stacks}  # {stack: {slot: blocks}}
     for region in plan.regions:
         leaf = leaves[region.leaf]
         if leaf is None:
@@ -148,18 +148,21 @@ def cut(plan: Plan, leaves: Sequence[jax.Array | None]) -> Stacks:
             blocks = _cut_region(leaf.reshape(plan.merged[region.leaf]), region)
         start = 0
         for piece in region.pieces:
-            stack = plan.stacks[piece.stack]
-            part = blocks[start : start + piece.size].astype(stack.dtype)
-            parts[piece.stack][piece.slot] = _pad(part, piece.size, stack.block)
+            part = blocks[start : start + piece.size]
+            parts[piece.stack][piece.slot] = part.astype(plan.stacks[piece.stack].dtype)
             start += piece.size
-    filled = {
-        name: _concatenate([part[slot] for slot in sorted(part)])
+    return {
+        name: _fill([part[slot] for slot in sorted(part)], plan.stacks[name])
         for name, part in parts.items()
     }
-    return {
-        name: _pad(filled[name], stack.size, stack.block)
-        for name, stack in plan.stacks.items()
-    }
+
+
+def _fill(parts: list[jax.Array], stack: Stack) -> jax.Array:
+    """Joins blocks, in the order of their slots, and pads them to a whole stack."""
+    runs = itertools.groupby(parts, key=lambda part: part.shape[1:])
+    runs = [_concatenate(list(run)) for _, run in runs]
+    blocks = _concatenate([_pad(run, len(run), stack.block) for run in runs])
+    return _pad(blocks, stack.size, stack.block)
 
 
 def _concatenate(parts: Sequence[jax.Array]) -> jax.Array:

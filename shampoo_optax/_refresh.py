@@ -12,7 +12,6 @@ from shampoo_optax._stacks import AxisStacks, per_slot, traces
 def refresh(
     factors: AxisStacks,
     derived: AxisStacks,
-    failures: dict[str, jax.Array],
     usable: dict[str, jax.Array],
     sides: dict[str, dict[str, jax.Array]],
     compute: Callable[[jax.Array, jax.Array | None, list[tuple[str, str, int]]], tuple],
@@ -24,12 +23,11 @@ def refresh(
 
     A matrix stays as it was where its block has no usable gradient at this step,
     where its factor is zero without a ridge, and where the new one is not finite or
-    has too large a residual; the last is counted, once a block.
+    has too large a residual; the last is a failure of the block.
 
     Args:
       factors: `{stack: {axis: [n, d, d]}}`.
       derived: like `factors`, the previous roots or bases.
-      failures: `{stack: [n]}`, int32.
       usable: `{stack: [n]}`, bool.
       sides: `{stack: {axis: [n]}}`, int32, the sides of the factors before padding,
         where there is any.
@@ -42,7 +40,7 @@ def refresh(
         call.
 
     Returns:
-      the new matrices and the new counts of failures.
+      the new matrices, and which blocks have failed, `{stack: bool [n]}`.
     """
     fresh = {name: dict(axes) for name, axes in derived.items()}
     failed = {name: jnp.zeros_like(usable[name]) for name in factors}
@@ -61,8 +59,7 @@ def refresh(
                 taken, matrices[start:stop], derived[name][axis]
             )
             failed[name] |= tried & ~sound[start:stop]
-    counts = {name: failures[name] + failed[name].astype(jnp.int32) for name in failed}
-    return fresh, counts
+    return fresh, failed
 
 
 def _padding(sides: dict, members: list, batch: jax.Array) -> jax.Array | None:

@@ -40,6 +40,7 @@ def inverse_roots(
     scaled, scale = scale_to_one(factors, eps)
     eps = eps / scale
     relative_eps = jnp.asarray(relative_eps, factors.dtype)
+    undo = scale ** -jnp.asarray(exponents, factors.dtype)
     if isinstance(root, Iteration):
         ridge = jnp.maximum(eps, relative_eps * largest_row_sum(scaled))
         ridge = jnp.broadcast_to(ridge[:, None], scaled.shape[:2])
@@ -48,39 +49,32 @@ def inverse_roots(
         roots, residual = iterate_roots(
             add_to_diagonal(scaled, ridge), float(exponents[0]), root
         )
-    else:
-        roots, residual = _decompose(
-            scaled, exponents, root, eps, relative_eps, scale, padding
-        )
-    undo = scale ** -jnp.asarray(exponents, roots.dtype)
-    return per_slot(undo, roots) * roots, residual
-
-
-def _decompose(
-    scaled: jax.Array,
-    exponents: np.ndarray,
-    root: Eigh | PseudoInverse,
-    eps: jax.Array,
-    relative_eps: jax.Array,
-    scale: jax.Array,
-    padding: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Inverse roots from eigenvalues, all in the units of the scaled factors."""
-    powers = -jnp.asarray(exponents, scaled.dtype)[:, None]
+        return per_slot(undo, roots) * roots, residual
     before = isinstance(root, Eigh) and root.ridge == "before"
     values, vectors, residual = checked_eigh(
         add_to_diagonal(scaled, eps) if before else scaled
     )
+    powers = -jnp.asarray(exponents, scaled.dtype)[:, None]
     if isinstance(root, PseudoInverse):
         inside = values > _rank_cutoff(values, root, scale, padding)
         weights = jnp.where(inside, jnp.where(inside, values, 1) ** powers, 0)
     else:
         added = eps if before else jnp.zeros_like(eps)
-        ridge = jnp.maximum(eps, relative_eps * (values[:, -1] - added))
-        lift = ridge - added - jnp.minimum(values[:, 0] - added, 0)
-        weights = (values + lift[:, None]) ** powers
-    half = vectors * jnp.sqrt(weights)[:, None, :]
+        weights = _lifted(values, added, eps, relative_eps) ** powers
+    half = vectors * jnp.sqrt(undo[:, None] * weights)[:, None, :]
     return contract(half, half, "nij,nkj->nik"), residual
+
+
+def _lifted(
+    values: jax.Array, added: jax.Array, eps: jax.Array, relative_eps: jax.Array
+) -> jax.Array:
+    """The eigenvalues with the whole ridge, of which `added` is in them already.
+
+    A negative smallest one, which rounding makes, is shifted to 0 first.
+    """
+    ridge = jnp.maximum(eps, relative_eps * (values[:, -1] - added))
+    lift = ridge - added - jnp.minimum(values[:, 0] - added, 0)
+    return values + lift[:, None]
 
 
 def _mean_eigenvalue(matrices: jax.Array, padding: jax.Array) -> jax.Array:
@@ -104,7 +98,6 @@ def _rank_cutoff(
 def refresh_roots(
     factors: AxisStacks,
     roots: AxisStacks,
-    failures: dict[str, jax.Array],
     usable: dict[str, jax.Array],
     sides: dict[str, dict[str, jax.Array]],
     exponents: dict[str, dict[str, float]],
@@ -116,7 +109,6 @@ def refresh_roots(
     Args:
       factors: `{stack: {axis: [n, d, d]}}`.
       roots: like `factors`, the previous roots.
-      failures: `{stack: [n]}`, int32.
       usable: `{stack: [n]}`, bool.
       sides: `{stack: {axis: [n]}}`, before padding, where there is any.
       exponents: `{stack: {axis: e}}`.
@@ -124,7 +116,7 @@ def refresh_roots(
       options: the transform's arguments.
 
     Returns:
-      the new roots and the new counts of failures, as :func:`refresh` says.
+      the new roots and which blocks have failed, as :func:`refresh` says.
     """
     root, relative_eps = options.root, options.relative_eps
     if relative_eps is None:
@@ -143,7 +135,6 @@ def refresh_roots(
     return refresh(
         factors,
         roots,
-        failures,
         usable,
         sides,
         compute,

@@ -58,9 +58,7 @@ def _step(options: Options, inputs: Inputs) -> tuple[Stacks, dict[str, Any]]:
         correction=statistics_correction(options, inputs.count),
         options=options,
     )
-    roots, failures = refresh_if_due(
-        step, refresh, inputs.fields["roots"], inputs.fields["failures"]
-    )
+    roots, failures = refresh_if_due(step, refresh, inputs.fields["roots"])
     directions, fields = finish(step, options, partial(apply_axes, roots))
     return directions, dict(fields, roots=roots, failures=failures)
 

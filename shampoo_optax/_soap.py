@@ -106,9 +106,7 @@ def _step(
         compute=_eigenbases,
         max_residual=options.root.max_residual,
     )
-    bases, failures = refresh_if_due(
-        step, recompute, inputs.fields["bases"], inputs.fields["failures"]
-    )
+    bases, failures = refresh_if_due(step, recompute, inputs.fields["bases"])
     moments = _update_moments(inputs.fields["moments"], step, bases, options)
     direct = partial(
         _divide_in_bases,

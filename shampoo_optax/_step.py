@@ -90,11 +90,24 @@ def begin(inputs: Inputs, options: Options) -> Step:
     )
 
 
-def refresh_if_due(step: Step, refresh: Callable, *derived: Any) -> Any:
-    """Calls `refresh(*derived)` at a refresh, else returns `derived`."""
+def refresh_if_due(
+    step: Step, refresh: Callable, derived: AxisStacks
+) -> tuple[AxisStacks, dict[str, jax.Array]]:
+    """Calls `refresh(derived)` at a refresh, else keeps `derived`.
+
+    Returns:
+      the roots or bases, and the counts of failures.
+    """
+    failures = step.inputs.fields["failures"]
+
+    def keep(derived: AxisStacks) -> tuple[AxisStacks, dict[str, jax.Array]]:
+        return derived, {name: jnp.zeros_like(step.usable[name]) for name in failures}
+
     if not isinstance(step.due, jax.core.Tracer):  # no compilation without jit
-        return refresh(*derived) if step.due else derived
-    return jax.lax.cond(step.due, refresh, lambda *kept: kept, *derived)
+        derived, failed = refresh(derived) if step.due else keep(derived)
+    else:
+        derived, failed = jax.lax.cond(step.due, refresh, keep, derived)
+    return derived, _add(failures, failed, step.groups)
 
 
 def finish(
@@ -137,6 +150,11 @@ def finish(
 
 def _add(counters: dict, slots: dict, groups: dict) -> dict[str, jax.Array]:
     """Counts one more in the given slots."""
+    groups = {
+        key: [name for name in names if name in counters]
+        for key, names in groups.items()
+    }
+    groups = {key: names for key, names in groups.items() if names}
     counts, slots = join(counters, groups), join(slots, groups)
     counts = {
         key: count + slots[key].astype(count.dtype) for key, count in counts.items()
