@@ -1,5 +1,6 @@
 """Block space: what a plan says of stacks, and what is common to their arrays."""
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -93,43 +94,47 @@ class Inputs(NamedTuple):
     fields: dict[str, Any]  # of the state, its count left out
 
 
-BUNDLE = 2**24  # entries, 64 MiB in float32
+# The entries of a bundle: joining saves operations, which counts for small stacks, and
+# copies numbers, which counts for large ones.
+BUNDLE = 2**22
 
 
 def bundles(stacks: Stacks) -> dict[str, list[str]]:
     """Which stacks are joined: of one dtype, and no more than fit in a bundle."""
     groups, sizes = {}, {}
     for name, stack in stacks.items():
-        index = 0
-        while sizes.get((stack.dtype, index), 0) + stack.size > BUNDLE:
-            index += 1
-            if (stack.dtype, index) not in sizes:
-                break
-        key = stack.dtype, index
+        keys = (f"{stack.dtype}-{index}" for index in itertools.count())
+        key = next(
+            k for k in keys if sizes.get(k, 0) + stack.size <= BUNDLE or k not in sizes
+        )
         sizes[key] = sizes.get(key, 0) + stack.size
-        groups.setdefault(f"{stack.dtype}.{index}", []).append(name)
+        groups.setdefault(key, []).append(name)
     return groups
 
 
 def join(stacks: Stacks, groups: dict[str, list[str]]) -> Stacks:
     """Joins the entries of all blocks of a bundle, `{bundle: [entries]}`.
 
-    What is done entry by entry is then one operation a bundle, not one a stack.
+    What is done entry by entry is then one operation a bundle, not one a stack. A
+    stack that is alone keeps its shape.
     """
-    return {
-        key: jnp.concatenate([stacks[name].reshape(-1) for name in names])
-        for key, names in groups.items()
-    }
+
+    def join_one(names: list[str]) -> jax.Array:
+        if len(names) == 1:
+            return stacks[names[0]]
+        return jnp.concatenate([stacks[name].reshape(-1) for name in names])
+
+    return {key: join_one(names) for key, names in groups.items()}
 
 
 def split(joined: Stacks, groups: dict[str, list[str]], like: Stacks) -> Stacks:
     """The stacks that were joined, with the shapes of `like`."""
     stacks = {}
     for key, names in groups.items():
-        stop = 0
+        flat, stop = joined[key].reshape(-1), 0
         for name in names:
             start, stop = stop, stop + like[name].size
-            stacks[name] = joined[key][start:stop].reshape(like[name].shape)
+            stacks[name] = flat[start:stop].reshape(like[name].shape)
     return {name: stacks[name] for name in like}
 
 

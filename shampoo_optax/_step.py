@@ -47,7 +47,7 @@ class Step(NamedTuple):
     usable: dict[str, jax.Array]  # {stack: [n]}, bool
     groups: dict[str, list[str]]  # {bundle: stacks}
     entries: Stacks  # the gradient, {bundle: [entries]}, zero in unusable slots
-    kept: dict[str, jax.Array]  # {bundle: [entries]}, bool, in usable slots
+    kept: dict[str, jax.Array]  # {bundle: [entries] or [n]}, bool, in usable slots
     factors: AxisStacks  # with this step's statistics
     due: jax.Array  # [], bool: whether this step refreshes
     started: jax.Array  # [], bool
@@ -74,12 +74,11 @@ def begin(inputs: Inputs, options: Options) -> Step:
     count, factors = inputs.count, inputs.fields["factors"]
     groups = bundles(inputs.blocks)
     usable = usable_slots(inputs.present, inputs.blocks, factors, groups)
-    masks = {
-        name: jnp.broadcast_to(per_slot(usable[name], block), block.shape)
-        for name, block in inputs.blocks.items()
+    kept = _entries_of(usable, inputs.blocks, groups)
+    entries = {
+        key: jnp.where(per_slot(kept[key], entry), entry, 0)
+        for key, entry in join(inputs.blocks, groups).items()
     }
-    kept, entries = join(masks, groups), join(inputs.blocks, groups)
-    entries = {key: jnp.where(kept[key], entry, 0) for key, entry in entries.items()}
     blocks = split(entries, groups, inputs.blocks)
     factors = update_factors(factors, blocks, usable, options)
     every = jnp.asarray(options.refresh_every, jnp.int32)
@@ -88,6 +87,18 @@ def begin(inputs: Inputs, options: Options) -> Step:
     return Step(
         inputs, blocks, usable, groups, entries, kept, factors, due, count >= start
     )
+
+
+def _entries_of(usable: dict, blocks: Stacks, groups: dict) -> dict[str, jax.Array]:
+    """Which entries of a bundle, or slots of a stack that is alone, are usable."""
+    lone = {names[0] for names in groups.values() if len(names) == 1}
+    masks = {
+        name: slots
+        if name in lone
+        else jnp.broadcast_to(per_slot(slots, blocks[name]), blocks[name].shape)
+        for name, slots in usable.items()
+    }
+    return join(masks, groups)
 
 
 def refresh_if_due(
