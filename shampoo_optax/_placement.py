@@ -152,37 +152,39 @@ class Layout:
         return jax.eval_shape(lambda: _first_state(self.method, self.plan.stacks))
 
 
-# The number of owners to plan for, 0 for the placement's own; None outside of
-# `only_layouts`.
-_planned_owners: ContextVar[int | None] = ContextVar("planned_owners", default=None)
+# What to plan for: a number of owners, 0 for the placement's own, or a mesh; None
+# outside of `only_layouts`.
+_planned: ContextVar[int | Mesh | None] = ContextVar("planned", default=None)
 
 
 @contextlib.contextmanager
-def only_layouts(owners: int = 0) -> Iterator[None]:
+def only_layouts(owners: int | Mesh = 0) -> Iterator[None]:
     """Within it, `init` of our transforms returns a :class:`Layout`.
 
     A transform is a pair of functions, and one such pair may be wrapped by others:
     this is how a plan is had from the outermost.
 
     Args:
-      owners: number of owners to plan for; 0 stands for the placement's own.
+      owners: number of owners to plan for; 0 stands for the placement's own, a mesh
+        for that of a placement without one.
     """
-    token = _planned_owners.set(owners)
+    token = _planned.set(owners)
     try:
         yield
     finally:
-        _planned_owners.reset(token)
+        _planned.reset(token)
 
 
 def owners_of(placement: Placement | None) -> int:
     """The number of devices that blocks are divided over."""
-    planned = _planned_owners.get()
-    if planned:
+    planned = _planned.get()
+    if planned and not isinstance(planned, Mesh):
         return planned
     if placement is None:
         return 1
-    if placement.mesh is not None:
-        return math.prod(placement.mesh.shape[axis] for axis in placement.axes)
+    mesh = planned if placement.mesh is None else placement.mesh
+    if isinstance(mesh, Mesh):
+        return math.prod(mesh.shape[axis] for axis in placement.axes)
     if not all(map(_is_bound, placement.axes)):
         raise ValueError(
             "`placement` without a mesh must be used inside a jax.shard_map over the "
@@ -266,7 +268,7 @@ def block_transform(
         leaves, paths = read_params(params)
         owners = owners_of(placement) if leaves else 1
         plan = prepare(_structs(leaves), owners)[0]
-        if _planned_owners.get() is not None:
+        if _planned.get() is not None:
             return Layout(method, plan, placement, paths)
         _check_outside(placement)
         share = functools.partial(_first_state, method, plan.share)
