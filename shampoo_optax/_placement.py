@@ -146,6 +146,7 @@ class Layout:
     plan: Plan
     placement: Placement | None
     paths: tuple[str, ...]  # of the parameters
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
 
     def abstract(self) -> Any:
         """The whole state, as `ShapeDtypeStruct`s."""
@@ -269,7 +270,7 @@ def block_transform(
         owners = owners_of(placement) if leaves else 1
         plan = prepare(_structs(leaves), owners)[0]
         if _planned.get() is not None:
-            return Layout(method, plan, placement, paths)
+            return Layout(method, plan, placement, paths, _structs(leaves))
         _check_outside(placement)
         share = functools.partial(_first_state, method, plan.share)
         if placement is None or placement.mesh is None:
@@ -368,7 +369,7 @@ def _own_blocks(
     if not placement.reduce:
         return {name: _own(plan, placement, block) for name, block in blocks.items()}
     own = {}
-    for dtype, names in _wires(plan, leaves, None).items():
+    for dtype, names in wires(plan, leaves, None).items():
         rows = [blocks[name].reshape(plan.owners, -1) for name in names]
         rows = jnp.concatenate(rows, axis=1).astype(dtype)  # [owners, entries]
         total = jax.lax.psum_scatter(rows, placement.axes)
@@ -381,7 +382,7 @@ def _gather(
 ) -> Stacks:
     """The directions of all slots, by one exchange for each dtype that travels."""
     whole = {}
-    for dtype, names in _wires(plan, leaves, placement.dtype).items():
+    for dtype, names in wires(plan, leaves, placement.dtype).items():
         row = jnp.concatenate([directions[name].reshape(-1) for name in names])
         rows = _all_gather(row, dtype, placement.axes)
         whole |= _split(plan, names, rows)
@@ -405,7 +406,7 @@ def _all_gather(row: jax.Array, dtype: np.dtype, axes: tuple[str, ...]) -> jax.A
     return (rows[:, :-1].astype(half.dtype) * half) * half
 
 
-def _wires(plan: Plan, leaves: list, chosen: Wire | None) -> dict[np.dtype, list[str]]:
+def wires(plan: Plan, leaves: list, chosen: Wire | None) -> dict[np.dtype, list[str]]:
     """The stacks that travel together, by the dtype in which they do.
 
     By default that is the widest one of the gradients whose statistics have one dtype.
@@ -415,11 +416,11 @@ def _wires(plan: Plan, leaves: list, chosen: Wire | None) -> dict[np.dtype, list
         if leaves[region.leaf] is not None:
             stack = plan.stacks[region.pieces[0].stack]
             kinds[stack.dtype].add(leaves[region.leaf].dtype)
-    wires = {}
+    travelling = {}
     for name, stack in plan.stacks.items():
         found = jnp.result_type(*(kinds[stack.dtype] or [stack.dtype]))
-        wires.setdefault(np.dtype(chosen or found), []).append(name)
-    return wires
+        travelling.setdefault(np.dtype(chosen or found), []).append(name)
+    return travelling
 
 
 def _split(plan: Plan, names: list[str], rows: jax.Array) -> Stacks:
