@@ -71,7 +71,7 @@ def _padding(sides: dict, members: list, batch: jax.Array) -> jax.Array | None:
         jnp.asarray(sides[name][axis]) if name in sides else jnp.full(slots, side)
         for name, axis, slots in members
     ]
-    return jnp.arange(side) >= jnp.concatenate(own)[:, None]
+    return jnp.arange(side)[None] >= jnp.concatenate(own)[:, None]  # [N, d]
 
 
 def _by_side(factors: AxisStacks, kind: Callable[[str, str], Hashable]) -> dict:
