@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from shampoo_optax._placement import Layout, only_layouts
 
@@ -12,7 +13,7 @@ from shampoo_optax._placement import Layout, only_layouts
 def layouts_of(
     tx: optax.GradientTransformation,
     params: optax.Params,
-    owners: int = 0,
+    owners: int | Mesh = 0,
     read: Callable[[Layout], Any] = lambda layout: layout,
 ) -> Any:
     """The state of a transform with a :class:`Layout` in the place of each of ours.
@@ -22,7 +23,8 @@ def layouts_of(
     Args:
       tx: an optax transform that holds ours at any depth.
       params: a tree of arrays or `ShapeDtypeStruct`s.
-      owners: number of owners to plan for; 0 stands for the placement's own.
+      owners: number of owners to plan for; 0 stands for the placement's own, a mesh
+        for that of a placement without one.
       read: what is put in the place of each layout. It is called while `tx.init` is
         traced, as is needed to trace the layout's method: its numbers are tracers
         where `optax.inject_hyperparams` makes the transform.
