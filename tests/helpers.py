@@ -1,11 +1,13 @@
 """What several test files share: running a transform, reading a jaxpr."""
 
+import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shampoo_optax as so
 
@@ -134,3 +136,40 @@ def update_equations(tx, params):
     state = jax.eval_shape(tx.init, params)
     closed = jax.make_jaxpr(tx.update)(params, state, params)
     return list(equations(closed.jaxpr))
+
+
+# ---- meshes
+
+# `jax.set_mesh` is the newer name.
+set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.set_mesh
+
+
+@functools.lru_cache
+def mesh_of(*sizes, kind="Auto"):
+    """A mesh of the first devices with the axes x, y, z, all of one kind."""
+    kinds = (getattr(AxisType, kind),) * len(sizes)
+    return jax.make_mesh(sizes, tuple("xyz"[: len(sizes)]), axis_types=kinds)
+
+
+def replicate(tree, mesh):
+    """A copy of the tree on every device of the mesh."""
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+
+
+_compiled = []  # one entry for every program that XLA has compiled
+
+
+def _count(event, duration, **_):
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiled.append(duration)
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+@contextlib.contextmanager
+def compilations():
+    """Yields a list that holds, once the context ends, how many there were."""
+    found, before = [], len(_compiled)
+    yield found
+    found.append(len(_compiled) - before)
