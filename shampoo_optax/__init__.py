@@ -19,7 +19,14 @@ from shampoo_optax._config import (
     PseudoInverse,
 )
 from shampoo_optax._decay import DecayWeightsState, decay_weights
+from shampoo_optax._describe import Description, describe
 from shampoo_optax._placement import Placement
+from shampoo_optax._portable import (
+    abstract_state,
+    from_portable,
+    state_shardings,
+    to_portable,
+)
 from shampoo_optax._shampoo import ScaleByShampooState, scale_by_shampoo
 from shampoo_optax._soap import ScaleBySoapState, scale_by_soap
 
@@ -29,6 +36,7 @@ __all__ = [
     "Blocking",
     "CoupledNewton",
     "DecayWeightsState",
+    "Description",
     "Eigh",
     "HigherOrderNewton",
     "IterateAveragingState",
@@ -37,9 +45,12 @@ __all__ = [
     "ScaleByMomentumState",
     "ScaleByShampooState",
     "ScaleBySoapState",
+    "abstract_state",
     "decay_weights",
+    "describe",
     "eval_params",
     "fill_absent",
+    "from_portable",
     "primal_averaging",
     "scale_by_momentum",
     "scale_by_shampoo",
@@ -47,5 +58,7 @@ __all__ = [
     "schedule_free",
     "shampoo",
     "soap",
+    "state_shardings",
+    "to_portable",
     "train_params",
 ]

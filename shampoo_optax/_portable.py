@@ -1,0 +1,327 @@
+"""States that outlive a job: where they are placed, and a form that fits any mesh."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shampoo_optax._layouts import layouts_of
+from shampoo_optax._placement import Layout
+from shampoo_optax._stacks import Region
+
+
+def abstract_state(
+    tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | None = None
+) -> optax.OptState:
+    """The shapes, dtypes and shardings of a state, without any memory for it.
+
+    What Orbax and other libraries want as the target of a restore.
+
+    Args:
+      tx: a transform with ours anywhere inside.
+      params: the parameters, or `jax.ShapeDtypeStruct`s with their shardings.
+      mesh: as in :func:`state_shardings`. Default `None`.
+
+    Returns:
+      A tree like the state, of `jax.ShapeDtypeStruct`s; they have shardings where
+      a mesh is known.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> state = so.abstract_state(so.scale_by_shampoo(), {"w": jnp.ones((3, 2))})
+      >>> state.factors["3x2"]["0"].shape
+      (1, 3, 3)
+    """
+    tree = _find_ours(tx, params, mesh)
+    state = _abstract(tree)
+    mesh = mesh or _mesh_of(tree)
+    if mesh is None:
+        return state
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding
+        ),
+        state,
+        _shardings(tree, params, mesh),
+    )
+
+
+def state_shardings(
+    tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | None = None
+) -> optax.OptState:
+    """Where every array of a state lies: what `jax.jit` takes as shardings.
+
+    Statistics, roots and moments are divided by slots, as the transform's
+    :class:`Placement` says. Buffers of other transforms that mirror a parameter lie
+    as it does, everything else is on all devices.
+
+    Args:
+      tx: a transform with ours anywhere inside.
+      params: the parameters, or `jax.ShapeDtypeStruct`s with their shardings.
+      mesh: the mesh of your own `jax.shard_map`, for a :class:`Placement` without
+        one. Default `None`: that of the transform's placement.
+
+    Returns:
+      A tree like the state, of `jax.sharding.NamedSharding`s. Their `spec`s are the
+      `in_specs` and `out_specs` of a `jax.shard_map`.
+
+    Raises:
+      ValueError: if there is no mesh.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> tx = so.shampoo(1e-3, placement=so.Placement(mesh))
+      >>> params = {"w": jnp.ones((3, 2))}
+      >>> shardings = so.state_shardings(tx, params)
+      >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
+      >>> shardings[0].factors["3x2"]["0"].spec
+      PartitionSpec('data',)
+    """
+    tree = _find_ours(tx, params, mesh)
+    mesh = mesh or _mesh_of(tree)
+    if mesh is None:
+        raise ValueError(
+            "`mesh` must be given where no placement in `tx` has one, got None."
+        )
+    return _shardings(tree, params, mesh)
+
+
+@dataclass(frozen=True)
+class _Ours:
+    """What is in the place of each of our states."""
+
+    layout: Layout
+    state: Any  # the whole of it, as `ShapeDtypeStruct`s
+
+
+def _find_ours(tx: Any, params: optax.Params, mesh: Mesh | None = None) -> Any:
+    """A tree like the state, with an :class:`_Ours` for each of our states."""
+    return layouts_of(tx, params, mesh or 0, lambda held: _Ours(held, held.abstract()))
+
+
+def _is_ours(node: Any) -> bool:
+    return isinstance(node, _Ours)
+
+
+def _abstract(tree: Any) -> optax.OptState:
+    return jax.tree.map(
+        lambda node: node.state if _is_ours(node) else node, tree, is_leaf=_is_ours
+    )
+
+
+def _mesh_of(tree: Any) -> Mesh | None:
+    nodes = jax.tree.leaves(tree, is_leaf=_is_ours)
+    placements = [node.layout.placement for node in nodes if _is_ours(node)]
+    return next((p.mesh for p in placements if p is not None and p.mesh), None)
+
+
+def _shardings(tree: Any, params: optax.Params, mesh: Mesh) -> Any:
+    mirrored = [
+        (path, leaf.shape, getattr(leaf, "sharding", None))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    ]
+
+    def whole_or_like_a_parameter(path: tuple, leaf: Any) -> NamedSharding:
+        for end, shape, sharding in mirrored:
+            named = isinstance(sharding, NamedSharding)
+            if named and shape == leaf.shape and path[len(path) - len(end) :] == end:
+                return NamedSharding(mesh, sharding.spec)
+        return NamedSharding(mesh, PartitionSpec())
+
+    def place(path: tuple, node: Any) -> Any:
+        if not _is_ours(node):
+            return whole_or_like_a_parameter(path, node)
+        placement = node.layout.placement
+        axes = () if placement is None else placement.axes
+        divided = PartitionSpec(axes) if axes else PartitionSpec()
+        return jax.tree.map(
+            lambda leaf: NamedSharding(mesh, divided if leaf.ndim else PartitionSpec()),
+            node.state,
+        )
+
+    return jax.tree_util.tree_map_with_path(place, tree, is_leaf=_is_ours)
+
+
+def to_portable(
+    tx: optax.GradientTransformation, state: optax.OptState, params: optax.Params
+) -> dict[str, np.ndarray]:
+    """A state by parameter path, without padding: one form for every mesh.
+
+    A run saved on 8 devices goes on on 1, 4 or 16: :func:`from_portable` puts the
+    same numbers into the slots of another :class:`Placement`. With several
+    processes each of them gets the whole.
+
+    Args:
+      tx: the transform that the state belongs to.
+      state: its state.
+      params: the parameters, or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      `{name: array}` on the host. The arrays of a block have names such as
+      `"[0].factors/['w']/0,512/1"`: the field of the state, the path of the
+      parameter, where in the merged parameter the first of these blocks begins, the
+      axis; they hold one entry a block, `[blocks, ...]`.
+
+    Raises:
+      ValueError: if the state is not one of this transform and these parameters.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> tx, params = so.scale_by_shampoo(), {"w": jnp.ones((3, 2))}
+      >>> portable = so.to_portable(tx, tx.init(params), params)
+      >>> sorted(portable)[:3]
+      ['.count', ".factors/['w']/0,0/0", ".factors/['w']/0,0/1"]
+    """
+    tree = _find_ours(tx, params)
+    _check_structure(state, tree)
+    portable = {}
+
+    def read(path: tuple, node: Any, held: Any) -> None:
+        name = jax.tree_util.keystr(path)
+        if not _is_ours(node):
+            portable[name] = _on_host(held)
+            return
+        held = jax.tree.map(_on_host, held)
+        portable[f"{name}.count"] = held.count
+        for key, views, order in _entries(name, node.layout, held):
+            portable[key] = np.concatenate(views).transpose(order)
+
+    jax.tree_util.tree_map_with_path(read, tree, state, is_leaf=_is_ours)
+    return portable
+
+
+def from_portable(
+    tx: optax.GradientTransformation,
+    portable: dict[str, np.ndarray],
+    params: optax.Params,
+    mesh: Mesh | None = None,
+) -> optax.OptState:
+    """The state of a transform from what :func:`to_portable` returned.
+
+    The transform may have another :class:`Placement` than the one whose state was
+    saved, or none. All else that shapes the state, such as `blocking`, must be the
+    same.
+
+    Args:
+      tx: the transform that goes on.
+      portable: `{name: array}`.
+      params: the parameters, or `jax.ShapeDtypeStruct`s with their shardings.
+      mesh: as in :func:`state_shardings`. Default `None`.
+
+    Returns:
+      The state, placed.
+
+    Raises:
+      ValueError: if an array is missing, left over, or of another shape.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> tx, params = so.scale_by_shampoo(), {"w": jnp.ones((3, 2))}
+      >>> portable = so.to_portable(tx, tx.init(params), params)
+      >>> placement = so.Placement(jax.make_mesh((1,), ("data",)))
+      >>> tx = so.scale_by_shampoo(placement=placement)
+      >>> state = so.from_portable(tx, portable, params)
+    """
+    tree = _find_ours(tx, params, mesh)
+    unused = dict(portable)
+
+    def take(key: str, shape: tuple[int, ...]) -> np.ndarray:
+        array = unused.pop(key, None)
+        if array is None or np.shape(array) != tuple(shape):
+            found = "none" if array is None else f"one of {list(np.shape(array))}"
+            raise ValueError(
+                f"`portable` must have an array {list(shape)} named {key!r}, got "
+                f"{found}; `blocking` and the other options that shape the state must "
+                "be those with which it was saved."
+            )
+        return np.asarray(array)
+
+    def write(path: tuple, node: Any) -> Any:
+        name = jax.tree_util.keystr(path)
+        if not _is_ours(node):
+            return take(name, node.shape).astype(node.dtype)
+        state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), node.state)
+        for key, views, order in _entries(name, node.layout, state):
+            shape = (sum(map(len, views)), *views[0].shape[1:])
+            blocks = take(key, tuple(shape[axis] for axis in order))
+            stops = np.cumsum([len(view) for view in views])[:-1]
+            parts = np.split(blocks.transpose(np.argsort(order)), stops)
+            for view, part in zip(views, parts, strict=True):
+                view[...] = part
+        count = take(f"{name}.count", ()).astype(state.count.dtype)
+        return state._replace(count=count)
+
+    state = jax.tree_util.tree_map_with_path(write, tree, is_leaf=_is_ours)
+    if unused:
+        raise ValueError(
+            "`portable` must be the state of this transform and these parameters, got "
+            f"also {', '.join(map(repr, sorted(unused)[:4]))}."
+        )
+    mesh = mesh or _mesh_of(tree)
+    if mesh is None:
+        return jax.tree.map(jnp.asarray, state)
+    return jax.tree.map(_placed, state, _shardings(tree, params, mesh))
+
+
+def _check_structure(state: Any, tree: Any) -> None:
+    expected = _abstract(tree)
+    wanted, held = (jax.tree.map(np.shape, tree) for tree in (expected, state))
+    if wanted != held:
+        raise ValueError(
+            "`state` must be the state of this transform and these parameters, got "
+            f"{held} for {wanted}."
+        )
+
+
+def _entries(name: str, layout: Layout, state: Any) -> Iterator[tuple]:
+    """The arrays of a state on the host, region by region.
+
+    Yields:
+      the name of a portable array, the views of the state that make it up, and the
+      axes of these views in the order of the portable array.
+    """
+    for region in layout.plan.regions:
+        start = ",".join(map(str, region.start))
+        end = f"/{layout.paths[region.leaf]}/{start}"
+        for field in type(state)._fields:
+            stacks = getattr(state, field)
+            if field == "count" or region.pieces[0].stack not in stacks:
+                continue
+            held = [(stacks[piece.stack], piece.slots) for piece in region.pieces]
+            if not isinstance(held[0][0], dict):
+                yield f"{name}.{field}{end}", *_block_views(held, region)
+                continue
+            for axis in held[0][0]:
+                side = slice(region.stacked[int(axis)])
+                views = [stack[axis][slots, side, side] for stack, slots in held]
+                yield f"{name}.{field}{end}/{region.axes[int(axis)]}", views, (0, 1, 2)
+
+
+def _block_views(held: list, region: Region) -> tuple[list[np.ndarray], tuple]:
+    """The views of arrays `[n, *block]` or `[n]`, and the order of their axes."""
+    if held[0][0].ndim == 1:
+        return [array[slots] for array, slots in held], (0,)
+    inner = tuple(map(slice, region.stacked))
+    order = (0, *(1 + region.axes.index(axis) for axis in range(len(region.axes))))
+    return [array[slots, *inner] for array, slots in held], order
+
+
+def _on_host(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        leaf = multihost_utils.process_allgather(leaf, tiled=True)
+    return np.asarray(leaf)
+
+
+def _placed(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(array.shape, sharding, lambda i: array[i])
