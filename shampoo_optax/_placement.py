@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from shampoo_optax._blocking import (
     cut,
@@ -67,10 +68,24 @@ class Placement:
       ValueError: if a field has a value other than those above.
 
     Examples:
-      >>> import jax
+      >>> import jax, jax.numpy as jnp
       >>> import shampoo_optax as so
       >>> mesh = jax.make_mesh((1,), ("data",))
       >>> tx = so.shampoo(1e-3, placement=so.Placement(mesh, axes="data"))
+
+      Inside a `shard_map` of your own, which has the gradients of each device's loss:
+
+      >>> tx = so.shampoo(1e-3, placement=so.Placement(axes="data", reduce=True))
+      >>> params = {"w": jnp.ones((3, 2))}
+      >>> specs = jax.tree.map(lambda s: s.spec, so.state_shardings(tx, params, mesh))
+      >>> whole = jax.sharding.PartitionSpec()
+      >>> update = jax.shard_map(
+      ...     tx.update,
+      ...     mesh=mesh,
+      ...     in_specs=(whole, specs, whole),
+      ...     out_specs=(whole, specs),
+      ...     check_vma=False,
+      ... )
 
     References:
       Shi et al., A Distributed Data-Parallel PyTorch Implementation of the
@@ -83,7 +98,7 @@ class Placement:
 
     mesh: Mesh | None = None
     axes: str | tuple[str, ...] | None = None
-    dtype: Wire | None = None
+    dtype: Wire | DTypeLike | None = None
     cost: Literal["memory"] | tuple[float, ...] = "memory"
     reduce: bool = False
 
@@ -91,7 +106,7 @@ class Placement:
         if self.mesh is not None and not isinstance(self.mesh, Mesh):
             raise ValueError(f"`mesh` must be a jax.sharding.Mesh, got {self.mesh!r}.")
         object.__setattr__(self, "axes", self._checked_axes())
-        check_choice("dtype", self.dtype, (None, *get_args(Wire)))
+        object.__setattr__(self, "dtype", _checked_dtype(self.dtype))
         if self.cost != "memory":
             object.__setattr__(self, "cost", _checked_cost(self.cost))
         check_choice("reduce", self.reduce, (True, False))
@@ -118,6 +133,15 @@ class Placement:
                 f"`axes` must be among the mesh's {names}, got {self.axes!r}."
             )
         return tuple(axes)
+
+
+def _checked_dtype(dtype: Any) -> Wire | None:
+    try:
+        name = None if dtype is None else jnp.dtype(dtype).name
+    except TypeError:
+        name = dtype
+    check_choice("dtype", name, (None, *get_args(Wire)))
+    return name
 
 
 def _checked_cost(cost: Any) -> tuple[float, ...]:
@@ -252,6 +276,8 @@ def block_transform(
     """
     if placement is not None and not isinstance(placement, Placement):
         raise ValueError(f"`placement` must be a Placement, got {placement!r}.")
+    # Arrays enter a shard_map as its arguments: it closes over none from outside.
+    numbers = {k: v for k, v in vars(options).items() if isinstance(v, jax.Array)}
 
     @functools.lru_cache
     def prepare(leaves: tuple[jax.ShapeDtypeStruct, ...], owners: int) -> tuple:
@@ -294,7 +320,7 @@ def block_transform(
             return updates, state._replace(count=next_count(state.count))
         fields = state._asdict()
         count = fields.pop("count")
-        leaves, count, fields = run(gradients.leaves, count, fields)
+        leaves, count, fields = run(gradients.leaves, count, fields, numbers)
         return gradients.rebuild(leaves), method.state(count=count, **fields)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -330,6 +356,7 @@ def _step(
     leaves: list,
     count: jax.Array,
     fields: dict[str, Any],
+    numbers: dict[str, jax.Array],
 ) -> tuple[list, jax.Array, dict[str, Any]]:
     """One step on all slots, or on those of the device that runs this."""
     count = next_count(count)
@@ -338,7 +365,7 @@ def _step(
     if placement is not None:
         blocks = _own_blocks(plan, placement, blocks, leaves)
         tables = _own_tables(plan, placement, tables)
-    directions, fields = method.step(Inputs(blocks, *tables, count, fields))
+    directions, fields = method.step(Inputs(blocks, *tables, count, fields, numbers))
     if placement is not None:
         directions = _gather(plan, placement, directions, leaves)
     return paste(plan, directions, leaves), count, fields
@@ -461,7 +488,10 @@ def _on_mesh(run: Callable, placement: Placement) -> Callable:
         PartitionSpec(),
     )
     mapped = _shard_map(
-        run, placement, (whole, whole, divided), (whole, whole, divided)
+        run,
+        placement,
+        (whole, whole, divided, whole),
+        (whole, whole, divided),
     )
     if AxisType.Explicit not in mesh.axis_types:
         return jax.jit(mapped)
@@ -469,12 +499,16 @@ def _on_mesh(run: Callable, placement: Placement) -> Callable:
     def reshard(tree: Any, spec: PartitionSpec) -> Any:
         return jax.sharding.reshard(tree, NamedSharding(mesh, spec))
 
-    def with_types(leaves: list, count: jax.Array, fields: dict) -> tuple:
+    def with_types(
+        leaves: list, count: jax.Array, fields: dict, numbers: dict
+    ) -> tuple:
         wanted = [
             None if leaf is None else jax.typeof(leaf).sharding for leaf in leaves
         ]
         leaves, count, fields = mapped(
-            reshard(leaves, whole), reshard(count, whole), reshard(fields, divided)
+            *reshard((leaves, count), whole),
+            reshard(fields, divided),
+            reshard(numbers, whole),
         )
         leaves = [
             leaf
