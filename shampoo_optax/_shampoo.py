@@ -1,5 +1,6 @@
 """Shampoo: Kronecker factors, their inverse roots, and the preconditioned gradient."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ class ScaleByShampooState(NamedTuple):
 
 
 def _step(options: Options, inputs: Inputs) -> tuple[Stacks, dict[str, Any]]:
+    options = replace(options, **inputs.numbers)
     step = begin(inputs, options)
     orders = {name: block.ndim - 1 for name, block in inputs.blocks.items()}
     refresh = partial(

@@ -1,6 +1,7 @@
 """SOAP: second moments in the eigenbasis of Shampoo's factors."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -97,6 +98,7 @@ def _divide_in_bases(
 def _step(
     options: Options, exponents: Mapping[int, float], inputs: Inputs
 ) -> tuple[Stacks, dict[str, Any]]:
+    options = replace(options, **inputs.numbers)
     step = begin(inputs, options)
     recompute = partial(
         refresh,

@@ -92,6 +92,7 @@ class Inputs(NamedTuple):
     sides: dict  # {stack: {axis: int32 [n]}}: sides before padding, where there is any
     count: jax.Array  # [], int32: this step's number t, from 1
     fields: dict[str, Any]  # of the state, its count left out
+    numbers: dict[str, jax.Array] = {}  # the hyperparameters that are arrays
 
 
 # The entries of a bundle: joining saves operations, which counts for small stacks, and
