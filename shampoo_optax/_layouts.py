@@ -31,7 +31,12 @@ def layouts_of(
 
     Returns:
       a tree like the state, with `ShapeDtypeStruct`s for all other arrays.
+
+    Raises:
+      ValueError: if `tx` is no transform.
     """
+    if not callable(getattr(tx, "init", None)):
+        raise ValueError(f"`tx` must be an optax transform, got {tx!r}.")
     leaves, treedef = jax.tree.flatten(params)
     arrays = {str(n): x for n, x in enumerate(leaves) if hasattr(x, "dtype")}
     found = []
