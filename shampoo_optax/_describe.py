@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from shampoo_optax._layouts import layouts_of
 from shampoo_optax._placement import Layout, wires
 from shampoo_optax._shampoo import scale_by_shampoo
 from shampoo_optax._stacks import Inputs, Plan
+from shampoo_optax._tables import aligned, human, human_bytes
 
 # The efficiency of work is that of so many steps with one refresh.
 PERIOD = 10
@@ -96,7 +97,7 @@ class Description:
     other_bytes: int
 
     def __str__(self) -> str:
-        rest = f"rest of the state  {_human_bytes(self.other_bytes)}"
+        rest = f"rest of the state  {human_bytes(self.other_bytes)}"
         return "\n\n".join([*map(str, self.parts), rest])
 
 
@@ -358,7 +359,7 @@ def _tables(part: Part) -> Iterator[str]:
         f"{part.state}: parameters {len(part.slots)}, blocks {blocks}, "
         f"stacks {len(part.stacks)}, owners {part.owners}"
     )
-    yield _aligned(
+    yield aligned(
         ("stack", "dtype", "blocks", "slots a device", "padding"),
         *(
             (
@@ -373,16 +374,16 @@ def _tables(part: Part) -> Iterator[str]:
     )
     kept = {name: kind for name, kind in part.bytes.items() if kind.total}
     whole = Bytes(*map(sum, zip(*kept.values(), strict=True)))
-    yield _aligned(
+    yield aligned(
         ("state", "a device", "in total"),
-        *((n, *map(_human_bytes, kind)) for n, kind in (kept | {"sum": whole}).items()),
+        *((n, *map(human_bytes, kind)) for n, kind in (kept | {"sum": whole}).items()),
     )
-    yield _aligned(
+    yield aligned(
         ("work of a device", "a step", "a refresh"),
         *_operations(part.flops),
-        *((f"{name} (bytes)", _human_bytes(n), "") for name, n in part.wire.items()),
+        *((f"{name} (bytes)", human_bytes(n), "") for name, n in part.wire.items()),
     )
-    yield _aligned(
+    yield aligned(
         ("efficiency", *part.efficiency),
         ("", *(f"{value:.3f}" for value in part.efficiency.values())),
     )
@@ -390,33 +391,6 @@ def _tables(part: Part) -> Iterator[str]:
 
 def _operations(flops: dict[str, int]) -> Iterator[tuple[str, str, str]]:
     for name, number in flops.items():
-        cells = (_human(number, "FLOP"), "")
+        cells = (human(number, "FLOP"), "")
         seldom = name in ("refresh", "decompositions")
         yield (name, *(reversed(cells) if seldom else cells))
-
-
-def _aligned(*rows: Sequence[str]) -> str:
-    """Pads columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        [cell.rjust(width) if n else cell.ljust(width) for n, (cell, width) in pairs]
-        for pairs in (enumerate(zip(row, widths, strict=True)) for row in rows)
-    )
-    return "\n".join("  ".join(line).rstrip() for line in lines)
-
-
-def _human(number: float, unit: str, base: int = 1000, prefixes: str = "kMGTPE") -> str:
-    """Three digits and a prefix: `12.3 MFLOP`."""
-    prefix = ""
-    for larger in prefixes:
-        if number < base:
-            break
-        number, prefix = number / base, larger
-    digits = 0 if not prefix or number >= 100 else 1 if number >= 10 else 2
-    return f"{number:.{digits}f} {prefix}{unit}"
-
-
-def _human_bytes(number: int) -> str:
-    if number < 1024:
-        return f"{number} B"
-    return _human(number, "iB", 1024, "KMGTPE")

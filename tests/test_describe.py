@@ -1,6 +1,4 @@
-"""`describe` against real states, the compiler's counts, and the bars of ownership."""
-
-import math
+"""`describe` against real states, exchanges and the compiler's counts."""
 
 import helpers
 import jax
@@ -12,8 +10,8 @@ from helpers import TRANSFORMS
 from jax.sharding import PartitionSpec
 
 import shampoo_optax as so
-from benchmarks.shapes import MODELS
-from shampoo_optax import _describe, _shampoo, _soap
+from shampoo_optax import _shampoo, _soap
+from shampoo_optax._tables import human_bytes
 
 names = pytest.mark.parametrize("name", TRANSFORMS)
 SHAPES = {"w": (40, 24), "v": (24, 12), "k": (3, 3, 5, 7), "b": (24,), "s": ()}
@@ -363,7 +361,7 @@ def test_table():
     ],
 )
 def test_bytes_are_shown_in_human_units(number, text):
-    assert _describe._human_bytes(number) == text
+    assert human_bytes(number) == text
 
 
 @pytest.mark.parametrize(
@@ -389,30 +387,3 @@ def test_leaves_are_checked_as_in_init():
         so.describe({"a": jax.ShapeDtypeStruct((3,), jnp.int32)})
     with pytest.raises(ValueError, match=r"`params`.*float.*'a'"):
         so.describe({"a": 1.0})
-
-
-# ---- the bars of ownership
-
-BARS = {
-    ("ResNet-50", 8): {"work": 0.75, "matrices": 0.85},
-    ("GPT-2 small", 8): {"work": 0.95, "memory": 0.95, "matrices": 0.95, "wire": 0.95},
-    ("GPT 1.3B", 64): {"work": 0.95, "memory": 0.95, "matrices": 0.95},
-}
-
-
-@pytest.mark.parametrize("model, owners", BARS)
-def test_models_are_divided_evenly(model, owners):
-    shapes = dict(enumerate(MODELS[model]))
-    found = only(so.describe(structs(shapes), devices=owners)).efficiency
-    bars = BARS[model, owners]
-    assert {name: found[name] for name in bars if found[name] < bars[name]} == {}
-
-
-def test_models_have_their_published_sizes():
-    sizes = {name: sum(map(math.prod, shapes)) for name, shapes in MODELS.items()}
-    assert sizes == {
-        "ResNet-50": 25_557_032,
-        "ViT-S/16": 22_050_664,
-        "GPT-2 small": 124_439_808,
-        "GPT 1.3B": 1_315_723_264,
-    }

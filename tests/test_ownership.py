@@ -1,0 +1,94 @@
+"""The bars of ownership, and how the benchmark reads compiled programs."""
+
+import math
+
+import helpers
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shampoo_optax as so
+from benchmarks import ownership
+from benchmarks.shapes import MODELS
+
+
+def structs(shapes):
+    return {
+        str(n): jax.ShapeDtypeStruct(shape, jnp.float32)
+        for n, shape in enumerate(shapes)
+    }
+
+
+BARS = {
+    ("ResNet-50", 8): {"work": 0.75, "matrices": 0.85},
+    ("GPT-2 small", 8): {"work": 0.95, "memory": 0.95, "matrices": 0.95, "wire": 0.95},
+    ("GPT 1.3B", 64): {"work": 0.95, "memory": 0.95, "matrices": 0.95},
+}
+
+
+@pytest.mark.parametrize("model, owners", BARS)
+def test_models_are_divided_evenly(model, owners):
+    (part,) = so.describe(structs(MODELS[model]), devices=owners).parts
+    found = part.efficiency
+    bars = BARS[model, owners]
+    assert {name: found[name] for name in bars if found[name] < bars[name]} == {}
+
+
+def test_models_have_their_published_sizes():
+    sizes = {name: sum(map(math.prod, shapes)) for name, shapes in MODELS.items()}
+    assert sizes == {
+        "ResNet-50": 25_557_032,
+        "ViT-S/16": 22_050_664,
+        "GPT-2 small": 124_439_808,
+        "GPT 1.3B": 1_315_723_264,
+    }
+
+
+HLO = """\
+HloModule jit_update, entry_computation_layout={(f32[3]{0})->f32[8,3]{1,0}}
+
+FileNames
+1 "/somewhere/all-gather(.py"
+
+FunctionNames
+1 "update"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=3}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+
+%fused (p.0: f32[3]) -> f32[3] {
+  %p.0 = f32[3]{0} parameter(0)
+  ROOT %neg = f32[3]{0} negate(%p.0)
+}
+
+ENTRY %main (p.1: f32[3]) -> f32[8,3] {
+  %p.1 = f32[3]{0} parameter(0)
+  %sums = (f32[2]{0}, pred[]) all-reduce(%p.1, %p.1), to_apply=%add
+  %half = bf16[8,5]{1,0} all-gather-start(%p.1), dimensions={0}
+  ROOT %all = f32[8,3]{1,0} all-gather(%p.1), metadata={op_name="all-gather(x)"}
+}
+"""
+
+
+def test_lines_of_a_program_leave_out_names_of_sources():
+    assert ownership.hlo_lines(HLO) == 1 + 4 + 6
+
+
+def test_bytes_of_collectives_are_read_from_a_program():
+    found = ownership.collective_bytes(HLO)
+    assert found == {"all-reduce": 9, "all-gather": 4 * 8 * 3 + 2 * 8 * 5}
+
+
+def test_plan_and_compiled_program_agree_on_one_device():
+    params = structs([(32, 24)] * 11)
+    placement = so.Placement(helpers.mesh_of(8))
+    tx = so.scale_by_shampoo(placement=placement)
+    (part,) = so.describe(params, tx).parts
+    compiled = ownership.compile_update(tx, params)
+    state = sum(kind.device for kind in part.bytes.values())
+    assert compiled.arguments == state + 11 * 4 * 32 * 24
+    assert compiled.collectives == part.wire
