@@ -359,38 +359,33 @@ def _tables(part: Part) -> Iterator[str]:
         f"{part.state}: parameters {len(part.slots)}, blocks {blocks}, "
         f"stacks {len(part.stacks)}, owners {part.owners}"
     )
-    yield aligned(
-        ("stack", "dtype", "blocks", "slots a device", "padding"),
-        *(
-            (
-                "x".join(map(str, stack.block)) or "scalar",
-                str(stack.dtype),
-                str(stack.blocks),
-                str(stack.slots),
-                f"{stack.padding:.1%}",
-            )
-            for stack in part.stacks.values()
-        ),
-    )
-    kept = {name: kind for name, kind in part.bytes.items() if kind.total}
-    whole = Bytes(*map(sum, zip(*kept.values(), strict=True)))
-    yield aligned(
-        ("state", "a device", "in total"),
-        *((n, *map(human_bytes, kind)) for n, kind in (kept | {"sum": whole}).items()),
-    )
-    yield aligned(
-        ("work of a device", "a step", "a refresh"),
-        *_operations(part.flops),
-        *((f"{name} (bytes)", human_bytes(n), "") for name, n in part.wire.items()),
-    )
-    yield aligned(
-        ("efficiency", *part.efficiency),
-        ("", *(f"{value:.3f}" for value in part.efficiency.values())),
-    )
+    head = ("stack", "dtype", "blocks", "slots a device", "padding")
+    yield aligned(head, *map(_stack_row, part.stacks.values()))
+    yield aligned(("state", "a device", "in total"), *_memory_rows(part.bytes))
+    head = ("work of a device", "a step", "a refresh")
+    yield aligned(head, *_work_rows(part.flops), *_wire_rows(part.wire))
+    values = (f"{value:.3f}" for value in part.efficiency.values())
+    yield aligned(("efficiency", *part.efficiency), ("", *values))
 
 
-def _operations(flops: dict[str, int]) -> Iterator[tuple[str, str, str]]:
+def _stack_row(stack: StackUse) -> tuple[str, ...]:
+    block = "x".join(map(str, stack.block)) or "scalar"
+    numbers = map(str, (stack.dtype, stack.blocks, stack.slots))
+    return (block, *numbers, f"{stack.padding:.1%}")
+
+
+def _memory_rows(kinds: dict[str, Bytes]) -> Iterator[tuple[str, ...]]:
+    kept = {name: kind for name, kind in kinds.items() if kind.total}
+    kept["sum"] = Bytes(*map(sum, zip(*kept.values(), strict=True)))
+    return ((name, *map(human_bytes, kind)) for name, kind in kept.items())
+
+
+def _work_rows(flops: dict[str, int]) -> Iterator[tuple[str, ...]]:
     for name, number in flops.items():
         cells = (human(number, "FLOP"), "")
         seldom = name in ("refresh", "decompositions")
         yield (name, *(reversed(cells) if seldom else cells))
+
+
+def _wire_rows(wire: dict[str, int]) -> Iterator[tuple[str, ...]]:
+    return ((f"{name} (bytes)", human_bytes(n), "") for name, n in wire.items())

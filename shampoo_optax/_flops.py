@@ -110,9 +110,9 @@ def _subjaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
 
 
 def _count_primitive(name: str, eqn: Any) -> Flops:
-    given, result = eqn.invars[0].aval if eqn.invars else None, eqn.outvars[0].aval
     if name in _MOVES:
         return Flops()
+    given, result = eqn.invars[0].aval, eqn.outvars[0].aval
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         depth = math.prod(given.shape[axis] for axis in contracted)
@@ -120,6 +120,5 @@ def _count_primitive(name: str, eqn: Any) -> Flops:
     if name == "eigh":
         *batch, side, _ = given.shape
         return Flops(decompositions=EIGH * math.prod(batch) * side**3)
-    if name.startswith("reduce_") and name != "reduce_precision":
-        return Flops(entrywise=given.size)
-    return Flops(entrywise=result.size)
+    reduces = name.startswith("reduce_") and name != "reduce_precision"
+    return Flops(entrywise=given.size if reduces else result.size)

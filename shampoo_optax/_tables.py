@@ -6,11 +6,12 @@ from collections.abc import Sequence
 def aligned(*rows: Sequence[str]) -> str:
     """Pads columns: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        [cell.rjust(width) if n else cell.ljust(width) for n, (cell, width) in pairs]
-        for pairs in (enumerate(zip(row, widths, strict=True)) for row in rows)
-    )
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+    def line(first: str, *rest: str) -> str:
+        cells = [first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join(line(*row) for row in rows)
 
 
 def human(number: float, unit: str, base: int = 1000, prefixes: str = "kMGTPE") -> str:

@@ -60,6 +60,30 @@ def test_bytes_are_those_of_the_real_state(name, options, placement):
 
 
 @names
+def test_bytes_of_wide_and_narrow_parameters(name, x64):
+    shapes = {"w": (40, 24), "b": (24,)}
+    params = {
+        str(dtype): structs(shapes, dtype)
+        for dtype in ("float64", "float32", "bfloat16")
+    }
+    part = only(so.describe(params, TRANSFORMS[name](placement=placement_of(8))))
+    state = TRANSFORMS[name](placement=placement_of(8)).init(
+        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+    )
+    held = {
+        field: sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+        for field, leaves in zip(
+            state._fields, map(jax.tree.leaves, state), strict=True
+        )
+    }
+    assert {field: device for field, (device, _) in part.bytes.items()} == held
+    assert {str(stack.dtype) for stack in part.stacks.values()} == {
+        "float64",
+        "float32",
+    }
+
+
+@names
 def test_a_mesh_that_is_not_there_is_planned_as_one_that_is(name):
     real = so.describe(structs(SHAPES), TRANSFORMS[name](placement=placement_of(8)))
     planned = so.describe(structs(SHAPES), TRANSFORMS[name](), devices=8)
