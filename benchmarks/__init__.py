@@ -1,7 +1,8 @@
 """Training benchmarks of `shampoo_optax`: real data, Flax models, honest tables.
 
 `python -m benchmarks.train` is the main job, `python -m benchmarks.sweep` the search
-for each optimizer's best learning rate.
+for each optimizer's best learning rate, `python -m benchmarks.compare_devices` the main
+job on one device and on several.
 """
 
 import os

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from benchmarks.optimizers import OPTIMIZERS, Settings
+from benchmarks.mesh import provide
+from benchmarks.optimizers import OPTIMIZERS, WIRES, Settings
 from benchmarks.tasks import TASKS, Task, make_task
 
 
@@ -51,6 +52,35 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--refresh-every", type=positive_int, default=10, help="default: 10 steps"
     )
+
+
+def add_devices(parser: argparse.ArgumentParser) -> None:
+    """Adds what divides a run over several devices."""
+    parser.add_argument(
+        "--devices",
+        type=positive_int,
+        default=1,
+        help="how many share every batch and the work of Shampoo and SOAP, simulated "
+        "ones on CPU (default: 1)",
+    )
+    parser.add_argument(
+        "--wire",
+        choices=WIRES,
+        help="the dtype in which directions travel between devices (default: float32)",
+    )
+
+
+def check_devices(
+    parser: argparse.ArgumentParser, task: Task, options: argparse.Namespace
+) -> None:
+    """Provides the devices, or ends the command where they cannot be used."""
+    count, batch = options.devices, len(next(task.draw(0)))
+    if batch % count:
+        parser.error(f"argument --devices: must divide the batch {batch}, got {count}")
+    if count == 1 and options.wire:
+        parser.error(f"argument --wire: needs --devices > 1, got {options.wire!r}")
+    if count > 1 and count > (most := provide(count)):
+        parser.error(f"argument --devices: must be at most {most} here, got {count}")
 
 
 def task_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Task:

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
+from benchmarks.mesh import divided, whole
 from benchmarks.optimizers import Settings, make_optimizer, warmup_cosine
 from benchmarks.tasks import Task
 
@@ -52,7 +53,7 @@ class Record:
       dataset: the data set's name.
       metric: the metric's name.
       target: the metric to reach, or None.
-      state_bytes: size of the optimizer's state.
+      state_bytes: size of the optimizer's state, on one of the devices.
       losses: training loss of each step, nats.
       step_seconds: duration of each step, compilation and evaluation left out.
       evaluations: `(step, loss in nats, metric)` triples.
@@ -99,25 +100,36 @@ def train(task: Task, run: Run) -> Record:
     optimizer = make_optimizer(
         run.optimizer, warmup_cosine(run.learning_rate, run.steps), run.settings
     )
-    data = jax.device_put(task.dataset.train)
-    state = _initial_state(task, optimizer, run.seed)
+    devices = run.settings.devices
+    data = jax.device_put(task.dataset.train, whole(devices))
+    state = _initial_state(task, optimizer, run)
     record = Record(
         run=run,
         dataset=task.dataset.name,
         metric=task.metric,
         target=task.target(run.steps),
-        state_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state)),
+        state_bytes=_bytes_of_one_device(state.opt_state),
     )
-    batches = list(islice(task.draw(run.seed), run.steps))
+    batches = [
+        jax.device_put(index, divided(devices))
+        for index in islice(task.draw(run.seed), run.steps)
+    ]
     print(f"{run.optimizer}: compiling the step", flush=True)
-    step = make_step(task, optimizer).lower(state, data, batches[0]).compile()
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    step = make_step(task, optimizer, shardings).lower(state, data, batches[0])
+    step = step.compile()
     evaluate = make_evaluation(task, run.split)
     _loop(task, record, step, evaluate, state, data, batches)
     return record
 
 
-def make_step(task: Task, optimizer: optax.GradientTransformation) -> Any:
-    """Returns the jitted step `(state, split, index) -> (state, loss)`."""
+def make_step(
+    task: Task, optimizer: optax.GradientTransformation, shardings: TrainState
+) -> Any:
+    """Returns the jitted step `(state, split, index) -> (state, loss)`.
+
+    The state stays where it is, as `shardings` say.
+    """
 
     def step(
         state: TrainState, data: tuple[jax.Array, ...], index: jax.Array
@@ -130,7 +142,7 @@ def make_step(task: Task, optimizer: optax.GradientTransformation) -> Any:
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         return TrainState(optax.apply_updates(state.params, updates), opt_state), loss
 
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
 
 
 def make_evaluation(task: Task, split: str) -> Callable[[Any], tuple[float, float]]:
@@ -147,6 +159,7 @@ def make_evaluation(task: Task, split: str) -> Callable[[Any], tuple[float, floa
         return jnp.stack([_nats(logits, labels).sum(), hits.sum(), labels.size])
 
     def evaluate(params: Any) -> tuple[float, float]:
+        params = jax.device_put(params, jax.devices()[0])
         totals = sum(np.asarray(sums(params, data, chunk)) for chunk in chunks)
         loss = float(totals[0] / totals[2])
         accuracy = 100 * float(totals[1] / totals[2])
@@ -156,11 +169,23 @@ def make_evaluation(task: Task, split: str) -> Callable[[Any], tuple[float, floa
 
 
 def _initial_state(
-    task: Task, optimizer: optax.GradientTransformation, seed: int
+    task: Task, optimizer: optax.GradientTransformation, run: Run
 ) -> TrainState:
     inputs, _ = task.take(task.dataset.train, jnp.zeros(1, jnp.int32))
-    params = task.model.init(jax.random.key(seed), inputs)
-    return TrainState(params, jax.jit(optimizer.init)(params))
+    params = task.model.init(jax.random.key(run.seed), inputs)
+    devices = run.settings.devices
+    params = jax.device_put(params, whole(devices))
+
+    def copy(leaf: jax.Array) -> jax.Array:
+        on_all = len(leaf.sharding.device_set) == devices
+        return leaf if on_all else jax.device_put(leaf, whole(devices))
+
+    # Adam's constants start on one device; what has a placement starts in it.
+    return TrainState(params, jax.tree.map(copy, jax.jit(optimizer.init)(params)))
+
+
+def _bytes_of_one_device(tree: Any) -> int:
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def _nats(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -174,7 +199,7 @@ def _loop(
     evaluate: Callable[[Any], tuple[float, float]],
     state: TrainState,
     data: tuple[jax.Array, ...],
-    batches: list[np.ndarray],
+    batches: list[jax.Array],
 ) -> None:
     """Runs the steps, filling the record."""
     run = record.run

@@ -8,8 +8,10 @@ import jax
 import optax
 
 import shampoo_optax as so
+from benchmarks.mesh import mesh_of
 
 WARMUP = 0.05
+WIRES = ("float32", "bfloat16", "float16")
 RATES = {
     "images": {"adamw": 8e-3, "shampoo": 2e-3, "soap": 2e-3},
     "text": {"adamw": 4e-3, "shampoo": 8e-3, "soap": 8e-3},
@@ -25,12 +27,17 @@ class Settings:
       block_size: the largest side of a block, for Shampoo and SOAP.
       refresh_every: steps between two computations of the roots or bases.
       clip: the largest norm of the whole gradient, or None.
+      devices: how many divide the batch and, for Shampoo and SOAP, the state.
+      wire: the dtype in which directions travel between them, one of `WIRES`; None
+        stands for float32.
     """
 
     weight_decay: float
     block_size: int
     refresh_every: int
     clip: float | None
+    devices: int = 1
+    wire: str | None = None
 
 
 def warmup_cosine(rate: float, steps: int) -> optax.Schedule:
@@ -56,6 +63,11 @@ def _matrices(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)
 
 
+def _placement(settings: Settings) -> so.Placement | None:
+    mesh = mesh_of(settings.devices)
+    return mesh and so.Placement(mesh, dtype=settings.wire)
+
+
 def _adamw(
     schedule: optax.Schedule, settings: Settings
 ) -> optax.GradientTransformation:
@@ -76,6 +88,7 @@ def _shampoo(
         refresh_every=settings.refresh_every,
         graft="adam",
         blocking=so.Blocking(block_size=settings.block_size),
+        placement=_placement(settings),
     )
 
 
@@ -88,6 +101,7 @@ def _soap(schedule: optax.Schedule, settings: Settings) -> optax.GradientTransfo
         mask=_matrices,
         refresh_every=settings.refresh_every,
         blocking=so.Blocking(block_size=settings.block_size),
+        placement=_placement(settings),
     )
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -58,7 +59,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     for record in records:
-        left.plot(*_smooth(record.losses), label=record.run.optimizer)
+        left.plot(*smooth(record.losses), label=record.run.optimizer)
         right.plot(*metric_by_seconds(record), marker=".", label=record.run.optimizer)
     left.set(xlabel="step", ylabel="training loss (nats)", title=records[0].dataset)
     decorate_metric(right, records[0], "training time (s)")
@@ -84,7 +85,7 @@ def metric_by_seconds(record: Record) -> tuple[np.ndarray, np.ndarray]:
     return seconds[np.array(steps) - 1], np.array([m for *_, m in record.evaluations])
 
 
-def _smooth(losses: Sequence[float], window: int = 10) -> tuple[np.ndarray, np.ndarray]:
+def smooth(losses: Sequence[float], window: int = 10) -> tuple[np.ndarray, np.ndarray]:
     """Returns steps and the mean loss of the `window` steps that end there."""
     window = min(window, len(losses))
     means = np.convolve(losses, np.full(window, 1 / window), mode="valid")
@@ -114,7 +115,11 @@ def load(path: Path) -> Record | None:
     """Reads a record back, or returns None where there is no such file."""
     if not path.is_file():
         return None
-    fields = json.loads(path.read_text())
-    run = fields["run"]
-    fields["run"] = Run(**run | {"settings": Settings(**run["settings"])})
-    return Record(**{name: fields[name] for name in Record.__dataclass_fields__})
+    return record_of(json.loads(path.read_text()))
+
+
+def record_of(fields: dict[str, Any]) -> Record:
+    """Makes a record of what :func:`summary` gave."""
+    settings = Settings(**fields["run"]["settings"])
+    known = {name: fields[name] for name in Record.__dataclass_fields__}
+    return Record(**known | {"run": Run(**fields["run"] | {"settings": settings})})

@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import cli, report
@@ -16,9 +17,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     task = cli.task_of(parser, options)
+    cli.check_devices(parser, task, options)
     cli.make_folder(parser, options.out)
     runs = [_run(task, name, options) for name in dict.fromkeys(options.optimizer)]
-    print(_headline(task, runs[0].steps))
+    print(_headline(task, runs[0]))
     records = [train(task, run) for run in runs]
     print(f"\n{report.table(records)}\n")
     _write(records, options.out)
@@ -27,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = cli.Parser("benchmarks.train", __doc__)
     cli.add_common(parser)
+    cli.add_devices(parser)
     parser.add_argument(
         "--learning-rate",
         type=cli.positive_float,
@@ -44,6 +47,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(task: Task, optimizer: str, options: argparse.Namespace) -> Run:
+    settings = replace(
+        cli.settings_of(task, options), devices=options.devices, wire=options.wire
+    )
     return Run(
         optimizer=optimizer,
         learning_rate=options.learning_rate or RATES[task.name][optimizer],
@@ -51,14 +57,17 @@ def _run(task: Task, optimizer: str, options: argparse.Namespace) -> Run:
         seed=options.seed,
         eval_every=options.eval_every,
         split="test",
-        settings=cli.settings_of(task, options),
+        settings=settings,
     )
 
 
-def _headline(task: Task, steps: int) -> str:
-    target = task.target(steps)
+def _headline(task: Task, run: Run) -> str:
+    target, devices = task.target(run.steps), run.settings.devices
     aim = "no target is set for these data" if target is None else f"target {target:g}"
-    return f"{task.name}: {task.dataset.name}, {steps} steps, {task.metric}; {aim}"
+    if devices > 1:
+        wire = run.settings.wire or "float32"
+        aim += f"; {devices} devices, directions travel in {wire}"
+    return f"{task.name}: {task.dataset.name}, {run.steps} steps, {task.metric}; {aim}"
 
 
 def _write(records: Sequence[Record], folder: Path) -> None:

@@ -1,17 +1,22 @@
 """The main job and the sweep: data, schedules, choices, files and errors."""
 
+import dataclasses
 import gzip
 import json
 import math
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import data, report, sweep, train
+from benchmarks import compare_devices, data, loop, report, sweep, train
 from benchmarks.loop import Record, Run
-from benchmarks.optimizers import RATES, Settings, warmup_cosine
+from benchmarks.models import ByteTransformer
+from benchmarks.optimizers import OPTIMIZERS, RATES, Settings, warmup_cosine
 from benchmarks.tasks import make_task
 
 SETTINGS = Settings(weight_decay=0.1, block_size=32, refresh_every=2, clip=1.0)
@@ -157,6 +162,98 @@ def test_a_stopped_sweep_goes_on_where_it_was(text, tmp_path, monkeypatch):
     assert [run.learning_rate for run in begun[6:]] == [0.4]
 
 
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory):
+    """A task whose text is all bytes in turn, so that no factor lacks rank."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(bytes(range(256)) * 80)
+    small = ByteTransformer(layers=0, width=16)
+    return dataclasses.replace(make_task("text", path), model=small)
+
+
+def run_on(task, optimizer, devices, wire=None):
+    """Six steps with two refreshes."""
+    settings = dataclasses.replace(
+        SETTINGS, block_size=16, refresh_every=3, devices=devices, wire=wire
+    )
+    run = Run(optimizer, 0.01, 6, 0, 6, "test", settings)
+    return loop.train(task, run)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_eight_devices_give_the_curve_of_one(counting, optimizer):
+    one, eight = (run_on(counting, optimizer, devices) for devices in (1, 8))
+    assert one.losses[-1] < one.losses[0] - 0.1
+    # The mean over the batch is rounded otherwise; 1.5e-6 was seen.
+    np.testing.assert_allclose(eight.losses, one.losses, rtol=5e-6)
+    assert eight.final == pytest.approx(one.final, rel=5e-6)
+    share = eight.state_bytes / one.state_bytes
+    assert share == 1 if optimizer == "adamw" else 1 / 8 <= share < 1.5 / 8
+
+
+def test_a_narrow_wire_changes_the_curve_a_little(counting):
+    wide, narrow = (run_on(counting, "shampoo", 8, wire) for wire in (None, "bfloat16"))
+    assert wide.losses[0] == narrow.losses[0] and wide.losses != narrow.losses
+    np.testing.assert_allclose(narrow.losses, wide.losses, rtol=1e-4)
+
+
+def test_devices_are_simulated_where_jax_has_not_started():
+    program = "from benchmarks import mesh; print(mesh.provide(3), mesh.mesh_of(3))"
+    environment = {key: os.environ[key] for key in os.environ if key != "XLA_FLAGS"}
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.startswith("3 Mesh('data': 3"), done.stderr
+
+
+def test_the_commands_on_several_devices_are_compared(tmp_path, monkeypatch):
+    begun = []
+
+    def run_instead(arguments):
+        begun.append(arguments)
+        loss = 1 + len(begun) / 10
+        settings = dataclasses.replace(
+            SETTINGS, wire="bfloat16" if "--wire" in arguments else None
+        )
+        return [
+            dataclasses.replace(
+                record_of(0.1, 5, 2.0),
+                run=Run(name, 0.1, 10, 0, 5, "test", settings),
+                losses=[1.0] * 5 + [2 * loss - 1] * 5,  # the mean is the loss
+                evaluations=[(10, loss, 2.0)],
+            )
+            for name in arguments
+            if name in OPTIMIZERS
+        ]
+
+    monkeypatch.setattr(compare_devices, "run", run_instead)
+    options = ["--steps", "10"]
+    arguments = ["--optimizer", "adamw", "soap", *options, "--out", str(tmp_path)]
+    compare_devices.main(arguments)
+    eight = ["--devices", "8"]
+    assert begun == [
+        ["--optimizer", "adamw", "soap", *options],
+        ["--optimizer", "adamw", "soap", *eight, *options],
+        ["--optimizer", "soap", *eight, "--wire", "bfloat16", *options],
+    ]
+    rows = (tmp_path / "results.md").read_text().splitlines()
+    rows = [" ".join(row.split()) for row in rows if row.startswith(("adamw", "soap"))]
+    assert rows == [
+        "adamw 1 device 1.1000 +0.00% 0.00% - 2.0000 5 0",
+        "adamw 8 devices 1.2000 +9.09% 9.09% - 2.0000 5 0",
+        "soap 1 device 1.1000 +0.00% 0.00% - 2.0000 5 0",
+        "soap 8 devices 1.2000 +9.09% 9.09% - 2.0000 5 0",
+        "soap 8, bfloat16 wire 1.3000 +18.18% 18.18% +8.33% 2.0000 5 0",
+    ]
+    assert len(json.loads((tmp_path / "runs.json").read_text())) == len(rows)
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -166,9 +263,15 @@ def test_a_stopped_sweep_goes_on_where_it_was(text, tmp_path, monkeypatch):
         (["--learning-rate", "nan"], ["--learning-rate", "'nan'"]),
         (["--data", "no-such-file"], ["--data", "no-such-file"]),
         (["--block", "8"], ["--block"]),
+        (["--devices", "0"], ["--devices", "'0'"]),
+        (["--devices", "3"], ["--devices", "batch", "32", "3"]),
+        (["--devices", "16"], ["--devices", "at most 8", "16"]),
+        (["--devices", "8", "--wire", "int8"], ["--wire", "'int8'"]),
+        (["--wire", "bfloat16"], ["--wire", "--devices", "'bfloat16'"]),
     ],
 )
 def test_a_bad_option_is_named_in_one_line(arguments, words, capsys):
+    assert jax.device_count() == 8  # JAX has started
     with pytest.raises(SystemExit) as stop:
         train.main(arguments)
     lines = capsys.readouterr().err.strip().splitlines()
