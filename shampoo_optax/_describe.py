@@ -230,7 +230,7 @@ def _split(tree: Any) -> tuple[dict[str, _Found], list[Any]]:
 
 
 def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    return leaf.size * np.dtype(leaf.dtype).itemsize
+    return leaf.size * leaf.dtype.itemsize
 
 
 def _part(place: str, found: _Found, undivided: _Found) -> Part:

@@ -1,0 +1,222 @@
+"""How evenly blocks are divided over devices, as planned and as compiled.
+
+`python -m benchmarks.ownership` plans for well-known models, compiles the update where
+it says so, runs nothing, and writes `benchmarks/results/ownership.md`.
+"""
+
+import argparse
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import shampoo_optax as so
+from benchmarks.mesh import mesh_of, provide, whole
+from benchmarks.shapes import MODELS
+from shampoo_optax._tables import aligned
+
+OWNERS = (8, 64)
+ROUNDS = 3
+MIB, GIGA = 2**20, 1e9
+EFFICIENCY = """\
+## Efficiency of a plan
+
+The share of a device if blocks were divided without padding, over the share it has;
+block size 1024. Work is that of ten steps with one refresh (28 d^3 for an
+eigendecomposition): statistics, application and decompositions, and all operations.
+Memory is that of the whole state, and of factors and roots. Wire: bytes of the
+all-gather. To reach: at 8 owners work 0.75 and memory 0.85 on ResNet-50, all of them
+0.95 on GPT-2 small; at 64 owners work and memory 0.95 on GPT 1.3B."""
+COUNTS = """\
+## One device: the plan beside the compiled program
+
+Block size 1024. Operations are those of a step with a refresh, without
+eigendecompositions, which the compiler does not count (`cost_analysis`); arguments are
+the state and the gradients (`memory_analysis`); all-gather bytes are read from the
+compiled HLO, which has no other collective. `even` is 1/8 of the compiled operations on
+one device over those on each of 8."""
+SIZE = """\
+## Program size: ResNet-50, block size 512
+
+Lines of compiled HLO are headers, instructions and closing brackets; the tables of
+source names before them are left out. Seconds are the best of {rounds}, taken in turns
+in one process."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Plans, compiles, prints the tables and writes them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results/ownership.md")
+    )
+    out = parser.parse_args(arguments).out
+    provide(8)
+    text = "# Ownership: scale_by_shampoo() on a mesh, float32\n"
+    for title, rows in (
+        (EFFICIENCY, efficiencies()),
+        (COUNTS, counts()),
+        (SIZE.format(rounds=ROUNDS), program_sizes()),
+    ):
+        text += f"\n{title}\n\n```\n{aligned(*rows)}\n```\n"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text)
+    print(text)
+
+
+def describe(model: str, devices: int) -> so.Description:
+    """Describes the default transform on a model."""
+    return so.describe(structs(model, 1), devices=devices)
+
+
+def structs(model: str, devices: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of a model's parameters, a copy on every device."""
+    return {
+        str(n): jax.ShapeDtypeStruct(shape, jnp.float32, sharding=whole(devices))
+        for n, shape in enumerate(MODELS[model])
+    }
+
+
+def efficiencies() -> Iterator[list[str]]:
+    """Yields the heading, and a row for each model and number of owners."""
+    names = ("work", "all work", "memory", "factors + roots", "wire")
+    yield ["model", "owners", "stacks", *names]
+    for model in MODELS:
+        (alone,) = describe(model, 1).parts
+        for owners in OWNERS:
+            (part,) = describe(model, owners).parts
+            found = part.efficiency
+            values = [
+                _work(alone.flops) / owners / _work(part.flops),
+                *(found[name] for name in ("work", "memory", "matrices", "wire")),
+            ]
+            numbers = [f"{value:.3f}" for value in values]
+            yield [model, str(owners), str(len(part.stacks)), *numbers]
+
+
+def _work(flops: dict[str, int]) -> float:
+    products = flops["statistics"] + flops["application"]
+    return products + flops["decompositions"] / 10
+
+
+class Compiled(NamedTuple):
+    """What is known of a compiled update, figures of one device."""
+
+    flops: float
+    arguments: int  # bytes
+    temporary: int  # bytes
+    collectives: Counter  # {kind: bytes}
+    lines: int
+    seconds: float  # to trace and compile
+
+
+def compile_model(model: str, devices: int, block_size: int) -> Compiled:
+    """Compiles the update of the default transform on the first devices."""
+    mesh = mesh_of(devices)
+    tx = so.scale_by_shampoo(
+        blocking=so.Blocking(block_size),
+        placement=None if mesh is None else so.Placement(mesh),
+    )
+    return compile_update(tx, structs(model, devices))
+
+
+def compile_update(tx: optax.GradientTransformation, params: optax.Params) -> Compiled:
+    """Compiles an update for parameters that are only known by their shapes."""
+    state = so.abstract_state(tx, params)
+    began = time.perf_counter()
+    compiled = jax.jit(tx.update).lower(params, state, params).compile()
+    seconds = time.perf_counter() - began
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    return Compiled(
+        compiled.cost_analysis()["flops"],
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        collective_bytes(text),
+        hlo_lines(text),
+        seconds,
+    )
+
+
+def collective_bytes(text: str) -> Counter:
+    """Sums the bytes of the results of all collectives in compiled HLO, by kind."""
+    found = Counter()
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    for results, kind in re.findall(rf" = (.+?) ({kinds})(?:-start)?\(", text):
+        for dtype, sides in re.findall(r"([a-z]+\d+|pred)\[([\d,]*)\]", results):
+            entries = math.prod(map(int, filter(None, sides.split(","))))
+            found[kind] += entries * _itemsize(dtype)
+    return found
+
+
+def _itemsize(dtype: str) -> int:
+    return 1 if dtype == "pred" else int(re.sub(r"\D", "", dtype)) // 8
+
+
+def hlo_lines(text: str) -> int:
+    """Counts the lines of compiled HLO without its tables of source names."""
+    table = re.compile(r"\d+ |(FileNames|FunctionNames|FileLocations|StackFrames)$")
+    return sum(bool(line) and not table.match(line) for line in text.split("\n"))
+
+
+def counts() -> Iterator[list[str]]:
+    """Yields the heading, and for each model a row for 1 device and one for 8."""
+    work = ("GFLOP: plan", "compiled", "even")
+    memory = ("arguments (MiB): plan", "compiled", "temporary (MiB)")
+    wire = ("all-gather (MiB): plan", "compiled")
+    yield ["model", "devices", *work, *memory, *wire]
+    for model in MODELS:
+        alone = compile_model(model, 1, 1024)
+        yield _count(model, 1, alone, "")
+        many = compile_model(model, 8, 1024)
+        yield _count(model, 8, many, f"{alone.flops / 8 / many.flops:.3f}")
+
+
+def _count(model: str, devices: int, compiled: Compiled, even: str) -> list[str]:
+    (part,) = describe(model, devices).parts
+    counted = sum(part.flops.values()) - part.flops["decompositions"]
+    state = sum(kind.device for kind in part.bytes.values())
+    gradients = sum(4 * math.prod(shape) for shape in MODELS[model])
+    if set(compiled.collectives) - {"all-gather"}:
+        raise RuntimeError(f"other collectives: {compiled.collectives}")
+    return [
+        model,
+        str(devices),
+        *(f"{number / GIGA:.2f}" for number in (counted, compiled.flops)),
+        even,
+        *(
+            f"{number / MIB:.1f}"
+            for number in (
+                state + gradients,
+                compiled.arguments,
+                compiled.temporary,
+                part.wire.get("all-gather", 0),
+                compiled.collectives["all-gather"],
+            )
+        ),
+    ]
+
+
+def program_sizes() -> Iterator[list[str]]:
+    """Yields the heading, a row for 2 and one for 8 devices, and their ratio."""
+    yield ["devices", "HLO lines", "trace + compile (s)"]
+    best = {}
+    for _ in range(ROUNDS):
+        for devices in (2, 8):
+            found = compile_model("ResNet-50", devices, 512)
+            seconds = min(found.seconds, best.get(devices, (0, np.inf))[1])
+            best[devices] = (found.lines, seconds)
+    for devices, (lines, seconds) in best.items():
+        yield [str(devices), str(lines), f"{seconds:.2f}"]
+    ratios = (many / few for few, many in zip(best[2], best[8], strict=True))
+    yield ["ratio", *(f"{ratio:.2f}x" for ratio in ratios)]
+
+
+if __name__ == "__main__":
+    main()
