@@ -140,7 +140,8 @@ def _checked_dtype(dtype: Any) -> Wire | None:
         name = None if dtype is None else jnp.dtype(dtype).name
     except TypeError:
         name = dtype
-    check_choice("dtype", name, (None, *get_args(Wire)))
+    choices = (None, *get_args(Wire))
+    check_choice("dtype", name if name in choices else dtype, choices)
     return name
 
 
