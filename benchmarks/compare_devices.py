@@ -71,24 +71,29 @@ def write(runs: Runs, folder: Path) -> None:
 
 def markdown(runs: Runs) -> str:
     """Returns the table, with the distances between curves."""
+    first = next(iter(next(iter(runs.values())).values()))
     head = ["optimizer", "devices", "loss (nats)", "to 1 device", "curve", "to 8"]
-    head += ["metric", "steps to target", "state bytes"]
-    rows = [head]
-    for name, cases in runs.items():
-        for case, record in cases.items():
-            rows.append([name, case, *_row(record, cases)])
-    record = next(iter(next(iter(runs.values())).values()))
-    return "\n".join(
-        [
-            f"# {record.dataset}, {record.run.steps} steps: simulated devices\n",
-            f"```\n{report.aligned(rows)}\n```\n",
-            "Loss: of the test data after the last step. To 1 device, to 8: how far",
-            "that loss is from the one on 1 device, and from that on 8 with float32.",
-            "Curve: the largest distance, over all steps, of the training loss to that",
-            "on 1 device, in means of 10 steps, relative. State bytes: of one device.",
-            "",
-        ]
-    )
+    head += [first.metric, f"steps to {first.target or 'target'}", "state bytes"]
+    rows = [
+        [name, case, *_row(record, cases)]
+        for name, cases in runs.items()
+        for case, record in cases.items()
+    ]
+    return f"""# The main job on simulated devices: {first.dataset}, {first.run.steps} steps
+
+`python -m benchmarks.compare_devices`, seed {first.run.seed}.
+
+```
+{report.aligned([head, *rows])}
+```
+
+Loss: of the test data after the last step. To 1 device, to 8: how far that loss is from
+the one on 1 device, and from the one on 8 with float32. Curve: the largest distance of
+the training loss, in means of 10 steps, to that on 1 device. State bytes: of a device.
+
+The mean over a divided batch is rounded otherwise, and training enlarges last bits: how
+much, AdamW shows, whose update is the same on every device.
+"""
 
 
 def _row(record: Record, cases: dict[str, Record]) -> list[str]:
