@@ -79,9 +79,9 @@ def markdown(runs: Runs) -> str:
         for name, cases in runs.items()
         for case, record in cases.items()
     ]
-    return f"""# The main job on simulated devices: {first.dataset}, {first.run.steps} steps
+    return f"""# The main job on simulated devices: {first.dataset}
 
-`python -m benchmarks.compare_devices`, seed {first.run.seed}.
+`python -m benchmarks.compare_devices`, {first.run.steps} steps, seed {first.run.seed}.
 
 ```
 {report.aligned([head, *rows])}
