@@ -13,12 +13,13 @@ import optax
 
 from shampoo_optax._blocking import unpadded_sides
 from shampoo_optax._config import check_integer
+from shampoo_optax._exchange import wires
 from shampoo_optax._flops import Flops, count_flops
 from shampoo_optax._layouts import layouts_of
-from shampoo_optax._placement import Layout, wires
 from shampoo_optax._shampoo import scale_by_shampoo
 from shampoo_optax._stacks import Inputs, Plan
 from shampoo_optax._tables import aligned, human, human_bytes
+from shampoo_optax._transform import Layout
 
 # The efficiency of work is that of so many steps with one refresh.
 PERIOD = 10
@@ -59,9 +60,10 @@ class Part:
       stacks: `{stack: StackUse}`.
       slots: `{path of a parameter: its blocks' Slots}`, in the order of the blocks.
       bytes: `{field of the state: Bytes}`.
-      flops: operations, `{kind: number}`: `"statistics"`, `"application"` of roots or
-        bases and `"entrywise"` at every step; `"refresh"` (products and checks; one
-        turn of an iteration) and `"decompositions"` (28 d^3 each) at a refresh.
+      flops: operations, `{kind: number}`: `"statistics"`, `"application"` (all other
+        matrix products) and `"entrywise"` at every step; `"refresh"` (products and
+        checks; one turn of an iteration) and `"decompositions"` (28 d^3 each) at a
+        refresh.
       wire: bytes sent in a step, `{"reduce-scatter": n, "all-gather": n}`; each is
         what the exchange brings to a device from all of them, itself included.
       efficiency: the share of a device if blocks were divided without padding, over
@@ -119,8 +121,8 @@ def describe(
 
     Bytes are exact. Operations are counted in the traced step, a multiplication and
     an addition as two; compilers do not count eigendecompositions, which are taken
-    as 28 d^3 operations each. Only Shampoo and SOAP are described, wherever they are
-    in `tx`; of other transforms only the memory is given.
+    as 28 d^3 operations each. Transforms that work on blocks, such as Shampoo and SOAP,
+    are described wherever they are in `tx`; of others only the memory is given.
 
     Args:
       params: a tree of parameters, arrays or `jax.ShapeDtypeStruct`s of any shapes.
@@ -187,8 +189,8 @@ def describe(
     places, rest = _split(tree)
     if not places:
         raise ValueError(
-            "`tx` must hold scale_by_shampoo or scale_by_soap at some depth, got "
-            f"{tx!r}."
+            "`tx` must hold a transform that works on blocks, such as "
+            f"scale_by_shampoo or scale_by_soap, at some depth, got {tx!r}."
         )
     undivided, _ = _split(layouts_of(tx, params, 1, _read))
     parts = tuple(_part(place, places[place], undivided[place]) for place in places)
@@ -296,12 +298,11 @@ def _state_bytes(found: _Found) -> dict[str, Bytes]:
 
 def _statistics(plan: Plan, state: Any) -> int:
     """Operations of the Gram products, 2 d for each entry of a block."""
-    if not plan.stacks:
-        return 0
+    factors = getattr(state, "factors", {}) if plan.stacks else {}
     return sum(
         2 * stack.size * math.prod(stack.block) * stack.block[int(axis)]
         for name, stack in plan.share.items()
-        for axis in state.factors.get(name, {})
+        for axis in factors.get(name, {})
     )
 
 
