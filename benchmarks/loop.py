@@ -13,7 +13,8 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from benchmarks.mesh import divided, whole
+import shampoo_optax as so
+from benchmarks.mesh import divided, mesh_of, whole
 from benchmarks.optimizers import Settings, make_optimizer, warmup_cosine
 from benchmarks.tasks import Task
 
@@ -175,13 +176,10 @@ def _initial_state(
     params = task.model.init(jax.random.key(run.seed), inputs)
     devices = run.settings.devices
     params = jax.device_put(params, whole(devices))
-
-    def copy(leaf: jax.Array) -> jax.Array:
-        on_all = len(leaf.sharding.device_set) == devices
-        return leaf if on_all else jax.device_put(leaf, whole(devices))
-
-    # Adam's constants start on one device; what has a placement starts in it.
-    return TrainState(params, jax.tree.map(copy, jax.jit(optimizer.init)(params)))
+    mesh = mesh_of(devices)
+    shardings = mesh and so.state_shardings(optimizer, params, mesh)
+    init = jax.jit(optimizer.init, out_shardings=shardings)
+    return TrainState(params, init(params))
 
 
 def _bytes_of_one_device(tree: Any) -> int:

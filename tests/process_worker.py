@@ -17,7 +17,7 @@ import shampoo_optax as so
 
 STEPS = 20
 PARTS = ("curve", "before", "after")
-WHOLE, DIVIDED = PartitionSpec(), PartitionSpec("data")
+WHOLE = PartitionSpec()
 SHAPES = {"wide": (24, 40), "square": (16, 16), "kernel": (3, 3, 2, 8), "bias": (8,)}
 OPTIONS = dict(refresh_every=5, weight_decay=0.01, blocking=so.Blocking(block_size=16))
 OPTIMIZERS = {
@@ -102,10 +102,8 @@ def placed(name, mesh, params):
 
 def reducing(name, mesh, params):
     tx = OPTIMIZERS[name](placement=so.Placement(axes="data", reduce=True))
-    whole = OPTIMIZERS[name](placement=so.Placement(mesh))
-    specs = jax.tree.map(
-        lambda leaf: DIVIDED if leaf.ndim else WHOLE, jax.eval_shape(whole.init, params)
-    )
+    shardings = so.state_shardings(tx, params, mesh)
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
     mapped = partial(jax.shard_map, mesh=mesh, check_vma=False)
 
     @jax.jit
