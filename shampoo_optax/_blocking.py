@@ -17,7 +17,7 @@ import numpy as np
 from shampoo_optax._config import Blocking
 from shampoo_optax._division import UNDIVIDED, Division, deal
 from shampoo_optax._stacks import Piece, Plan, Region, Stack, Stacks
-from shampoo_optax._trees import wide_dtype
+from shampoo_optax._trees import narrow, wide_dtype
 
 
 def merge_shape(shape: Sequence[int], blocking: Blocking) -> tuple[int, ...]:
@@ -217,14 +217,6 @@ def _join(boxes: list[jax.Array], counts: Sequence[int]) -> jax.Array:
             ]
     (whole,) = boxes
     return whole
-
-
-def narrow(leaf: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Casts; numbers beyond the range of the dtype become its largest."""
-    limit = float(jnp.finfo(dtype).max)
-    if limit < float(jnp.finfo(leaf.dtype).max):
-        leaf = jnp.clip(leaf, -limit, limit)
-    return leaf.astype(dtype)
 
 
 def paste(plan: Plan, stacks: Stacks, like: Sequence[jax.Array | None]) -> list:

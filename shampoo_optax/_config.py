@@ -291,18 +291,21 @@ Iteration = CoupledNewton | HigherOrderNewton
 Root = Eigh | PseudoInverse | Iteration
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments that every Kronecker-factored transform shares, checked."""
+    """The arguments that all transforms on blocks share, checked.
+
+    The defaults are for transforms without factors, which leave these out.
+    """
 
     b1: ArrayLike
-    b2: ArrayLike
+    b2: ArrayLike = 1.0
     b3: ArrayLike | None
-    eps: ArrayLike
-    refresh_every: ArrayLike
+    eps: ArrayLike = 0.0
+    refresh_every: ArrayLike = 1
     start: ArrayLike | None
     bias_correction: bool
-    drop_weighting: bool
+    drop_weighting: bool = False
     graft: Graft | None
     graft_b2: ArrayLike | None
     graft_eps: ArrayLike

@@ -7,7 +7,8 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from shampoo_optax._placement import Layout, only_layouts
+from shampoo_optax._placement import only_layouts
+from shampoo_optax._transform import Layout
 
 
 def layouts_of(

@@ -12,8 +12,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shampoo_optax._layouts import layouts_of
-from shampoo_optax._placement import Layout
 from shampoo_optax._stacks import Region
+from shampoo_optax._transform import Layout
 
 
 def abstract_state(

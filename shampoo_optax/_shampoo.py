@@ -16,10 +16,11 @@ from shampoo_optax._factors import (
     identities,
     statistics_correction,
 )
-from shampoo_optax._placement import Method, Placement, block_transform
+from shampoo_optax._placement import Placement
 from shampoo_optax._roots import refresh_roots
 from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, orders_of
-from shampoo_optax._step import begin, finish, refresh_if_due, shared_fields
+from shampoo_optax._step import begin, factored_fields, finish, refresh_if_due
+from shampoo_optax._transform import Method, block_transform
 
 
 class ScaleByShampooState(NamedTuple):
@@ -62,7 +63,9 @@ def _step(options: Options, inputs: Inputs) -> tuple[Stacks, dict[str, Any]]:
     )
     roots, failures = refresh_if_due(step, refresh, inputs.fields["roots"])
     directions, fields = finish(step, options, partial(apply_axes, roots))
-    return directions, dict(fields, roots=roots, failures=failures)
+    return directions, dict(
+        fields, factors=step.factors, roots=roots, failures=failures
+    )
 
 
 def scale_by_shampoo(
@@ -218,7 +221,7 @@ def scale_by_shampoo(
 
     def init_fields(stacks: dict[str, Stack]) -> dict[str, Any]:
         roots = full_axes(stacks, factored_axes(orders_of(stacks), options), identities)
-        return dict(roots=roots, **shared_fields(stacks, options))
+        return dict(roots=roots, **factored_fields(stacks, options))
 
     return block_transform(
         Method(ScaleByShampooState, init_fields, partial(_step, options)),

@@ -22,10 +22,11 @@ from shampoo_optax._factors import (
 )
 from shampoo_optax._grafting import accumulate, zero_blocks
 from shampoo_optax._newton import add_to_diagonal
-from shampoo_optax._placement import Method, Placement, block_transform
+from shampoo_optax._placement import Placement
 from shampoo_optax._refresh import refresh
 from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, orders_of
-from shampoo_optax._step import Step, begin, finish, refresh_if_due, shared_fields
+from shampoo_optax._step import Step, begin, factored_fields, finish, refresh_if_due
+from shampoo_optax._transform import Method, block_transform
 
 
 class ScaleBySoapState(NamedTuple):
@@ -119,7 +120,8 @@ def _step(
         eps=options.eps,
     )
     directions, fields = finish(step, options, direct)
-    return directions, dict(fields, bases=bases, moments=moments, failures=failures)
+    derived = dict(bases=bases, moments=moments, failures=failures)
+    return directions, dict(fields, factors=step.factors, **derived)
 
 
 def scale_by_soap(
@@ -243,7 +245,7 @@ def scale_by_soap(
                 stacks, factored_axes(orders_of(stacks), options), identities
             ),
             moments=zero_blocks(stacks),
-            **shared_fields(stacks, options),
+            **factored_fields(stacks, options),
         )
 
     step = partial(_step, options, exponents or {})

@@ -1,9 +1,9 @@
-"""A step in block space: the parts that all Kronecker-factored transforms share.
+"""A step in block space: the parts that all transforms share.
 
 Everything here is written for plain stacks, all of them or one owner's share.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -48,30 +48,37 @@ class Step(NamedTuple):
     groups: dict[str, list[str]]  # {bundle: stacks}
     entries: Stacks  # the gradient, {bundle: [entries]}, zero in unusable slots
     kept: dict[str, jax.Array]  # {bundle: [entries] or [n]}, bool, in usable slots
-    factors: AxisStacks  # with this step's statistics
+    factors: AxisStacks  # with this step's statistics; empty where none are kept
     due: jax.Array  # [], bool: whether this step refreshes
     started: jax.Array  # [], bool
 
 
-def shared_fields(stacks: dict[str, Stack], options: Options) -> dict[str, Any]:
-    """The initial values of the fields that all states share, `count` left out."""
-    axes = factored_axes(orders_of(stacks), options)
-
-    def counters(names):
-        return {name: jnp.zeros(stacks[name].size, jnp.int32) for name in names}
-
+def plain_fields(stacks: dict[str, Stack], options: Options) -> dict[str, Any]:
+    """The initial values of the fields that all states have, `count` left out."""
     return dict(
-        factors=full_axes(stacks, axes, zeros),
         graft_moments=zero_blocks(stacks) if keeps_moments(options) else {},
         filtered=zero_blocks(stacks) if keeps_filtered(options) else {},
-        failures=counters(axes),
-        skipped=counters(stacks),
+        skipped=_counters(stacks, stacks),
     )
 
 
+def factored_fields(stacks: dict[str, Stack], options: Options) -> dict[str, Any]:
+    """Those, and the fields that the states with factors share."""
+    axes = factored_axes(orders_of(stacks), options)
+    return dict(
+        factors=full_axes(stacks, axes, zeros),
+        failures=_counters(stacks, axes),
+        **plain_fields(stacks, options),
+    )
+
+
+def _counters(stacks: dict[str, Stack], names: Iterable[str]) -> dict[str, jax.Array]:
+    return {name: jnp.zeros(stacks[name].size, jnp.int32) for name in names}
+
+
 def begin(inputs: Inputs, options: Options) -> Step:
-    """Finds the usable slots, and updates the factors."""
-    count, factors = inputs.count, inputs.fields["factors"]
+    """Finds the usable slots, and updates the factors, if there are any."""
+    count, factors = inputs.count, inputs.fields.get("factors", {})
     groups = bundles(inputs.blocks)
     usable = usable_slots(inputs.present, inputs.blocks, factors, groups)
     kept = _entries_of(usable, inputs.blocks, groups)
@@ -132,8 +139,7 @@ def finish(
       direct: maps the filtered gradient to its direction.
 
     Returns:
-      the directions, and the new values of the fields that all states share, all
-      but `failures`.
+      the directions, and the new values of the fields that all states have.
     """
     inputs, groups, kept = step.inputs, step.groups, step.kept
     moments, filtered = (
@@ -154,9 +160,7 @@ def finish(
     )
     still = {name: inputs.present[name] & ~slots for name, slots in moving.items()}
     skipped = _add(inputs.fields["skipped"], still, groups)
-    return direction, dict(
-        factors=step.factors, graft_moments=moments, filtered=filtered, skipped=skipped
-    )
+    return direction, dict(graft_moments=moments, filtered=filtered, skipped=skipped)
 
 
 def _add(counters: dict, slots: dict, groups: dict) -> dict[str, jax.Array]:

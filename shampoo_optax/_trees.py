@@ -52,6 +52,14 @@ def wide(leaf: ArrayLike) -> jax.Array:
     return leaf.astype(wide_dtype(leaf.dtype))
 
 
+def narrow(leaf: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Casts; numbers beyond the range of the dtype become its largest."""
+    limit = float(jnp.finfo(dtype).max)
+    if limit < float(jnp.finfo(leaf.dtype).max):
+        leaf = jnp.clip(leaf, -limit, limit)
+    return leaf.astype(dtype)
+
+
 def require_params(params: Any, purpose: str) -> None:
     """Refuses an update without parameters."""
     if params is None:

@@ -1,0 +1,194 @@
+"""A transform from what it does in block space: reading, dealing, stepping, pasting."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from shampoo_optax._blocking import (
+    cut,
+    paste,
+    plan_of,
+    present_slots,
+    unpadded_sides,
+)
+from shampoo_optax._config import Options
+from shampoo_optax._division import Division, memory, polynomial
+from shampoo_optax._exchange import gather, mean_own_blocks, own_blocks, own_tables
+from shampoo_optax._leaves import read_gradients, read_params
+from shampoo_optax._placement import (
+    Placement,
+    check_outside,
+    layouts_wanted,
+    make_shares,
+    on_mesh,
+    owners_of,
+)
+from shampoo_optax._stacks import Inputs, Plan, Stack, Stacks
+from shampoo_optax._trees import next_count
+
+
+class Method(NamedTuple):
+    """What a transform does in block space, on any number of slots."""
+
+    state: type  # a NamedTuple with a field `count`
+    init: Callable[[dict[str, Stack]], dict[str, Any]]  # the state's other fields
+    step: Callable[[Inputs], tuple[Stacks, dict[str, Any]]]  # directions and fields
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What `init` returns in place of a state within :func:`only_layouts`."""
+
+    method: Method
+    plan: Plan
+    placement: Placement | None
+    paths: tuple[str, ...]  # of the parameters
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+
+    def abstract(self) -> Any:
+        """The whole state, as `ShapeDtypeStruct`s."""
+        return jax.eval_shape(lambda: _first_state(self.method, self.plan.stacks))
+
+
+def _division(options: Options, placement: Placement | None) -> Division:
+    cost = "memory" if placement is None else placement.cost
+    overrides = (options.exponents or {}).items()
+    fixed = {order for order, override in overrides if isinstance(override, Mapping)}
+    return Division(
+        owners=owners_of(placement),
+        cost=memory if cost == "memory" else polynomial(cost),
+        fixed=frozenset(fixed),
+    )
+
+
+def _first_state(method: Method, stacks: dict[str, Stack]) -> Any:
+    """The state before the first step.
+
+    That of a tree without blocks has an array in the place of every dict:
+    `optax.tree.map_params` calls `init` on such a tree, and takes what is one array
+    there for a part that does not mirror the parameters.
+    """
+    count = jnp.zeros((), jnp.int32)
+    if stacks:
+        return method.state(count=count, **method.init(stacks))
+    return method.state(*(jnp.zeros_like(count) for _ in method.state._fields))
+
+
+def block_transform(
+    method: Method, options: Options, placement: Placement | None
+) -> optax.GradientTransformationExtraArgs:
+    """The transform that runs a method on the blocks of every parameter.
+
+    Args:
+      method: what is done in block space.
+      options: the transform's arguments, of which `blocking`, `root` and `exponents`
+        say how blocks are cut and dealt.
+      placement: where they live; `None` leaves all to one device.
+    """
+    if placement is not None and not isinstance(placement, Placement):
+        raise ValueError(f"`placement` must be a Placement, got {placement!r}.")
+    # Arrays enter a shard_map as its arguments: it closes over none from outside.
+    numbers = {k: v for k, v in vars(options).items() if isinstance(v, jax.Array)}
+
+    @functools.lru_cache
+    def prepare(leaves: tuple[jax.ShapeDtypeStruct, ...], owners: int) -> tuple:
+        division = _division(options, placement)._replace(owners=owners)
+        plan = plan_of(leaves, options.blocking, division)
+        inside = placement is not None and placement.mesh is None
+        held = plan.share if inside else plan.stacks
+        expected = jax.eval_shape(lambda: _first_state(method, held))
+        run = functools.partial(_step, method, plan, placement)
+        if placement is not None and placement.mesh is not None:
+            run = on_mesh(run, placement)
+        return plan, expected, run
+
+    def init_fn(params: optax.Params) -> Any:
+        leaves, paths = read_params(params)
+        owners = owners_of(placement) if leaves else 1
+        plan = prepare(_structs(leaves), owners)[0]
+        if layouts_wanted():
+            return Layout(method, plan, placement, paths, _structs(leaves))
+        check_outside(placement)
+        share = functools.partial(_first_state, method, plan.share)
+        if placement is None or placement.mesh is None:
+            return share()
+        return make_shares(share, placement)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, Any]:
+        del extra_args
+        check_outside(placement)
+        gradients = read_gradients(updates, params)
+        owners = owners_of(placement) if gradients.params else 1
+        plan, expected, run = prepare(_structs(gradients.params), owners)
+        _check_state(state, expected)
+        if not plan.stacks:
+            return updates, state._replace(count=next_count(state.count))
+        fields = state._asdict()
+        count = fields.pop("count")
+        leaves, count, fields = run(gradients.leaves, count, fields, numbers)
+        return gradients.rebuild(leaves), method.state(count=count, **fields)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _structs(leaves: list) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def _check_state(state: Any, expected: Any) -> None:
+    """Refuses a state of another kind, or one that is cut or divided otherwise."""
+    kind = type(expected)
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"`state` must be a {kind.__name__}, got a {type(state).__name__}; restore "
+            "checkpoints with the result of `init` as the target."
+        )
+    for field, wanted, held in zip(kind._fields, expected, state, strict=True):
+        wanted, held = (jax.tree.map(np.shape, part) for part in (wanted, held))
+        if wanted != held:
+            raise ValueError(
+                "`state` must come from the `init` of this transform and parameters "
+                "like `updates` (pass `params` where their dtypes differ), got "
+                f"`{field}` of shapes {held} for {wanted}; `from_portable` converts a "
+                "state between placements."
+            )
+
+
+def _step(
+    method: Method,
+    plan: Plan,
+    placement: Placement | None,
+    leaves: list,
+    count: jax.Array,
+    fields: dict[str, Any],
+    numbers: dict[str, jax.Array],
+) -> tuple[list, jax.Array, dict[str, Any]]:
+    """One step on all slots, or on those of the device that runs this."""
+    count = next_count(count)
+    blocks = cut(plan, leaves)
+    tables = present_slots(plan, leaves), unpadded_sides(plan)
+    if placement is None:
+        directions, fields = method.step(
+            Inputs(blocks, *tables, count, fields, numbers)
+        )
+        return paste(plan, directions, leaves), count, fields
+    axes = placement.axes
+    if placement.reduce:
+        blocks = mean_own_blocks(plan, axes, blocks, leaves)
+    else:
+        blocks = own_blocks(plan, axes, blocks)
+    tables = own_tables(plan, axes, tables)
+    directions, fields = method.step(Inputs(blocks, *tables, count, fields, numbers))
+    directions = gather(plan, axes, placement.dtype, directions, leaves)
+    return paste(plan, directions, leaves), count, fields
