@@ -37,6 +37,18 @@ class Placement:
     gradients of each device's own loss, of which the mean is taken in the same
     exchange.
 
+    On a cluster a program adds these lines; on CPU, before them, `jax.config.update(
+    "jax_cpu_collectives_implementation", "gloo")`. ::
+
+        jax.distributed.initialize()  # elsewhere than on SLURM or TPU: with addresses
+        mesh = Mesh(np.array(jax.devices()), ("data",))  # of all processes
+        whole, divided = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+        tx = so.shampoo(schedule, placement=so.Placement(mesh))
+        params = jax.jit(model.init, out_shardings=whole)(jax.random.key(0), inputs)
+        shardings = so.state_shardings(tx, params)
+        state = jax.jit(tx.init, out_shardings=shardings)(params)
+        batch = jax.make_array_from_process_local_data(divided, local_batch)
+
     Args:
       mesh: a `jax.sharding.Mesh` with axes of any type, or `None` for use inside your
         own `jax.shard_map`. Default `None`.
