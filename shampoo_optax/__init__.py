@@ -21,6 +21,7 @@ from shampoo_optax._config import (
 from shampoo_optax._decay import DecayWeightsState, decay_weights
 from shampoo_optax._describe import Description, describe
 from shampoo_optax._placement import Placement
+from shampoo_optax._polar import NewtonSchulz, Svd
 from shampoo_optax._portable import (
     abstract_state,
     from_portable,
@@ -28,7 +29,12 @@ from shampoo_optax._portable import (
     to_portable,
 )
 from shampoo_optax._shampoo import ScaleByShampooState, scale_by_shampoo
+from shampoo_optax._sign import ScaleBySignDescentState, scale_by_sign_descent
 from shampoo_optax._soap import ScaleBySoapState, scale_by_soap
+from shampoo_optax._spectral import (
+    ScaleBySpectralDescentState,
+    scale_by_spectral_descent,
+)
 
 __version__ = "0.1.0"
 
@@ -40,11 +46,15 @@ __all__ = [
     "Eigh",
     "HigherOrderNewton",
     "IterateAveragingState",
+    "NewtonSchulz",
     "Placement",
     "PseudoInverse",
     "ScaleByMomentumState",
     "ScaleByShampooState",
+    "ScaleBySignDescentState",
     "ScaleBySoapState",
+    "ScaleBySpectralDescentState",
+    "Svd",
     "abstract_state",
     "decay_weights",
     "describe",
@@ -54,7 +64,9 @@ __all__ = [
     "primal_averaging",
     "scale_by_momentum",
     "scale_by_shampoo",
+    "scale_by_sign_descent",
     "scale_by_soap",
+    "scale_by_spectral_descent",
     "schedule_free",
     "shampoo",
     "soap",

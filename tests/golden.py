@@ -165,6 +165,8 @@ def _direction(group: dict, steps: int):
         blocking = _blocking(group)
         arguments = _filter(group) | _graft(method) | alone
         return so.scale_by_shampoo(**arguments, blocking=blocking)
+    if method["type"] in ("SpectralDescent", "SignDescent"):
+        return _without_factors(group)
     known = ("inverse_exponent_override", "drop_weighting_factor_on_gsquare")
     _take(method, "amortized_computation", *known)
     grafting = group["grafting"]
@@ -181,6 +183,52 @@ def _direction(group: dict, steps: int):
         assert isinstance(root["root"], so.Eigh)
         return so.scale_by_soap(**arguments)
     raise NotImplementedError(f"no translation of the method {method}")
+
+
+_SIGN_SCALES = {"one": None, "sum(abs(g))": "l1"}
+# Rows are outputs there.
+_SCALES = {
+    "one": None,
+    "sqrt(d_out/d_in)": lambda rows, columns: jnp.sqrt(rows / columns),
+    "sqrt(max(1,d_out/d_in))": lambda rows, columns: jnp.sqrt(
+        jnp.maximum(1, rows / columns)
+    ),
+    "0.2*sqrt(max(d_in,d_out))": lambda rows, columns: (
+        0.2 * jnp.sqrt(jnp.maximum(rows, columns))
+    ),
+}
+
+
+def polar_of(options: dict):
+    """The record of an official way to orthogonalize."""
+    scale = _SCALES[options.get("scale_by_dims_fn", "one")]
+    if options["type"] == "SVD":
+        _take(options, "scale_by_nuclear_norm", "scale_by_dims_fn")
+        return so.Svd(options.get("scale_by_nuclear_norm", False), scale)
+    assert options["type"] == "NewtonSchulz"
+    _take(options, "coefficients", "num_iterations", "scale_by_dims_fn")
+    coefficients = options.get("coefficients", (3.4445, -4.775, 2.0315))
+    steps = options.get("num_iterations", 5)
+    return so.NewtonSchulz(coefficients, steps, eps=1e-8, scale=scale)
+
+
+def _without_factors(group: dict):
+    """Spectral descent or sign descent."""
+    method, grafting = group["preconditioner"], group["grafting"]
+    start = group["start_preconditioning_step"]
+    arguments = dict(
+        _filter(group),
+        start=group["precondition_frequency"] if start < 0 else start,
+        blocking=_blocking(group),
+        **(_graft(grafting) if grafting else {}),
+    )
+    if method["type"] == "SignDescent":
+        _take(method, "scale_fn")
+        scale = _SIGN_SCALES[method["scale_fn"]]
+        return so.scale_by_sign_descent(**arguments, scale=scale)
+    _take(method, "orthogonalization")
+    polar = polar_of(method["orthogonalization"])
+    return so.scale_by_spectral_descent(**arguments, method=polar)
 
 
 def _averaging(options: dict, rate, decay: dict):
