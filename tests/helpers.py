@@ -141,7 +141,7 @@ def update_equations(tx, params):
 # ---- meshes
 
 # `jax.set_mesh` is the newer name.
-set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.set_mesh
+set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
 
 
 @functools.lru_cache

@@ -176,7 +176,7 @@ def test_orders_and_roots_in_padded_stacks(variant, shapes):
     assert error(got, want) <= 1e-6
 
 
-@pytest.mark.parametrize("variant", ["eigh", "exact newton", "soap"])
+@pytest.mark.parametrize("variant", ["exact newton", "soap"])
 def test_mixed_dtypes_in_padded_stacks(x64, variant):
     """In float64 no factor is so ill-conditioned that it hides a mistake."""
     shapes = FEW | {f"{key}_double": shape for key, shape in FEW.items()}
@@ -214,7 +214,7 @@ def test_nothing_to_precondition(name, params, kind):
 
 # ---- absent and non-finite gradients, a failed root
 
-SHAPES = {"v": (6, 4), "w": (6, 4), "x": (5, 3), "y": (4,)}
+SHAPES = {"v": (6, 4), "w": (6, 4), "x": (5, 3)}
 
 
 def slot_of(plan, params, name):
@@ -226,17 +226,18 @@ def slot_of(plan, params, name):
 
 @names
 def test_absent_and_bad_gradients(name):
-    """One is absent at the second step, one not finite at the third."""
-    steps = helpers.normal_steps(SHAPES, 6)
-    steps[1] = steps[1] | {"w": None}
+    """One is not finite at the third step, one absent at the fourth."""
+    steps = helpers.normal_steps(SHAPES, 5)
+    steps[3] = steps[3] | {"w": None}
     steps[2] = steps[2] | {"x": steps[2]["x"].at[1, 2].set(np.nan)}
-    kwargs = VARIANTS["soap" if name == "soap" else "eigh"][1] | dict(refresh_every=2)
+    # A large eps, since a few gradients leave some second moments near 0.
+    kwargs = dict(b2=0.9, refresh_every=4, eps=0.1)
     want, single = helpers.trace(TRANSFORMS[name](**kwargs), steps[0], steps)
     tx = TRANSFORMS[name](**kwargs, placement=placement_of())
     got, states = helpers.trace(tx, steps[0], steps)
-    assert got[1]["w"] is None
+    assert got[3]["w"] is None
     assert not np.any(got[2]["x"])
-    for step in range(6):
+    for step in range(5):
         assert helpers.worst(got[step], want[step]) <= 1e-6
     stack, slot = slot_of(plan_of(tx, steps[0]), SHAPES, "x")
     for state, other in zip(states, single, strict=True):
@@ -247,7 +248,7 @@ def test_absent_and_bad_gradients(name):
     stack, slot = slot_of(plan_of(tx, steps[0]), SHAPES, "w")
     for axis in ("0", "1"):
         first, second, third = (
-            state.factors[stack][axis][slot] for state in states[:3]
+            state.factors[stack][axis][slot] for state in states[2:]
         )
         np.testing.assert_array_equal(first, second)
         assert np.any(second != third)
@@ -268,8 +269,7 @@ def nan_on_third(monkeypatch):
     monkeypatch.setattr(_roots, "inverse_roots", inverse_roots)
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_failed_root_keeps_the_previous_one(monkeypatch, kind):
+def test_failed_root_keeps_the_previous_one(monkeypatch):
     """C7: the factor of `w` has the trace t at step t, and refreshes are at 1, 2, …"""
     steps = [
         {
@@ -280,7 +280,7 @@ def test_failed_root_keeps_the_previous_one(monkeypatch, kind):
     ]
 
     def run():
-        tx = so.scale_by_shampoo(**helpers.BARE, placement=placement_of(kind=kind))
+        tx = so.scale_by_shampoo(**helpers.BARE, placement=placement_of())
         results = jax.device_get(helpers.trace(tx, steps[0], steps))
         return plan_of(tx, steps[0]), *results
 
