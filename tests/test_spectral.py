@@ -161,7 +161,7 @@ def test_convolution_kernels_are_merged_to_matrices():
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [1e-15, 1e-6, 1e6, 1e15])
+@pytest.mark.parametrize("size", [1e-25, 1e-15, 1e6, 1e15])
 @pytest.mark.parametrize("method", [so.NewtonSchulz(), so.Svd()], ids=repr)
 def test_directions_do_not_depend_on_the_size_of_gradients(method, size):
     matrix = array(9, 16, 24)
@@ -436,6 +436,14 @@ def test_products_are_precise_and_decompositions_are_batched(name):
     assert len(dots) == {"newton-schulz": 3, "svd": 1, "signs": 0}[name]
     svds = [eqn for eqn in found if eqn.primitive.name == "svd"]
     assert len(svds) == (name == "svd")
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (3, 7)], ids=str)
+def test_newton_schulz_squares_the_shorter_side(shape):
+    found = helpers.update_equations(spectral(), {"w": jnp.ones(shape)})
+    dots = [eqn for eqn, _ in found if eqn.primitive.name == "dot_general"]
+    sizes = sorted(eqn.outvars[0].aval.size for eqn in dots)
+    assert sizes == [9, 9, 21]
 
 
 def test_sign_descent_takes_any_tree():
