@@ -310,20 +310,21 @@ def _wire(layout: Layout) -> dict[str, int]:
     """Bytes of the exchanges of a step, as they come out of or go into them whole."""
     plan, placement, leaves = layout.plan, layout.placement, list(layout.leaves)
 
-    def exchanged(chosen: Any, extra: int) -> int:
+    def exchanged(chosen: Any) -> int:
         total = 0
         for dtype, names in wires(plan, leaves, chosen).items():
             stacks = [plan.stacks[name] for name in names]
             entries = sum(stack.size * math.prod(stack.block) for stack in stacks)
-            entries += extra * (dtype == np.float16)
+            if chosen is not None and dtype == np.float16:  # with powers of two
+                entries += sum(stack.size for stack in stacks)
             total += entries * dtype.itemsize
         return total
 
     sent = {}
     if placement is not None and placement.reduce:
-        sent["reduce-scatter"] = exchanged(None, 0)
+        sent["reduce-scatter"] = exchanged(None)
     dtype = None if placement is None else placement.dtype
-    return sent | {"all-gather": exchanged(dtype, plan.owners)}
+    return sent | {"all-gather": exchanged(dtype)}
 
 
 def _stacks(plan: Plan) -> dict[str, StackUse]:

@@ -149,23 +149,26 @@ def _join(stacks: dict[Shape, Counter], owners: int, cost: Callable) -> dict:
     def price(block: Shape, members: Counter) -> float:
         return cost(block) * -(-members.total() // owners)
 
-    def added(pair: tuple[Shape, Shape]) -> float:
-        one, other = pair
-        both = price(_largest(pair), stacks[one] + stacks[other])
+    def added(one: Shape, other: Shape) -> float:
+        both = price(_largest((one, other)), stacks[one] + stacks[other])
         return both - price(one, stacks[one]) - price(other, stacks[other])
 
     share = sum(cost(s) * n for held in stacks.values() for s, n in held.items())
     budget = SLACK * share / owners
-    while len(stacks) > 1:
-        pairs = [
-            pair
-            for pair in itertools.combinations(stacks, 2)
-            if _largest(pair) in pair or _largest(pair) not in stacks
-        ]
-        pair = min(pairs, key=added, default=None)
-        if pair is None or added(pair) > budget:
+    costs = {pair: added(*pair) for pair in itertools.combinations(stacks, 2)}
+    while costs:
+        pair = min(costs, key=costs.get)
+        block = _largest(pair)
+        if costs[pair] > budget:
             break
-        budget -= max(0.0, added(pair))
+        if block in stacks and block not in pair:  # a third stack: not these two
+            del costs[pair]
+            continue
+        budget -= max(0.0, costs[pair])
         both = stacks.pop(pair[0]) + stacks.pop(pair[1])
-        stacks[_largest(pair)] = both
+        costs = {p: c for p, c in costs.items() if not set(p) & set(pair)}
+        stacks[block] = both
+        costs |= {
+            (other, block): added(other, block) for other in stacks if other != block
+        }
     return stacks

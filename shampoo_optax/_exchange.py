@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shampoo_optax._stacks import Plan, Stacks
+from shampoo_optax._stacks import Plan, Stacks, per_slot
 from shampoo_optax._trees import narrow
 
 Axes = tuple[str, ...]  # of a mesh, over which blocks are divided
@@ -53,29 +53,42 @@ def mean_own_blocks(plan: Plan, axes: Axes, blocks: Stacks, leaves: list) -> Sta
 def gather(
     plan: Plan, axes: Axes, dtype: Any, directions: Stacks, leaves: list
 ) -> Stacks:
-    """The directions of all slots, by one exchange for each dtype that travels."""
+    """The directions of all slots, by one exchange for each dtype that travels.
+
+    Where float16, which has few exponents, is asked for, a power of two that brings
+    the largest entry of a block near 1 travels with the block.
+    """
     whole = {}
     for wire, names in wires(plan, leaves, dtype).items():
-        row = jnp.concatenate([directions[name].reshape(-1) for name in names])
-        whole |= _split(plan, names, _all_gather(row, wire, axes))
+        sent = {name: directions[name] for name in names}
+        powers = {}
+        if dtype is not None and wire == np.float16:
+            powers = {name: _power(block) for name, block in sent.items()}
+            sent = {n: _scale(block, -powers[n]) for n, block in sent.items()}
+        row = [part.reshape(-1) for part in (*sent.values(), *powers.values())]
+        row = narrow(jnp.concatenate(row), wire)
+        rows = jax.lax.all_gather(row, axes)  # [owners, entries]
+        found = _split(plan, names, rows)
+        if powers:
+            slots = sum(plan.share[name].size for name in names)
+            powers = _split(plan, names, rows[:, -slots:], numbers=True)
+            found = {n: _scale(block, powers[n]) for n, block in found.items()}
+        whole |= found
     return whole
 
 
-def _all_gather(row: jax.Array, dtype: np.dtype, axes: Axes) -> jax.Array:
-    """Gathers `[entries]` to `[owners, entries]`.
+def _power(blocks: jax.Array) -> jax.Array:
+    """An even power of two next to the largest entry of each block, `[n]`."""
+    axes = tuple(range(1, blocks.ndim))
+    tiny = jnp.finfo(blocks.dtype).tiny
+    largest = jnp.max(jnp.abs(blocks), axis=axes, initial=tiny)
+    return 2 * jnp.ceil(jnp.log2(largest) / 2)
 
-    float16 has few exponents, so a power of two that brings the largest entry near 1
-    travels with the entries.
-    """
-    if dtype != np.float16:
-        return jax.lax.all_gather(narrow(row, dtype), axes)
-    largest = jnp.max(jnp.abs(row), initial=jnp.finfo(row.dtype).tiny)
-    exponent = 2 * jnp.ceil(jnp.log2(largest) / 2)
-    half = jnp.exp2(-exponent / 2)  # in two steps, so that no power is out of range
-    row = jnp.append((row * half) * half, exponent).astype(dtype)
-    rows = jax.lax.all_gather(row, axes)
-    half = jnp.exp2(rows[:, -1:].astype(half.dtype) / 2)
-    return (rows[:, :-1].astype(half.dtype) * half) * half
+
+def _scale(blocks: jax.Array, powers: jax.Array) -> jax.Array:
+    """Multiplies by powers of two, in two steps so that none is out of range."""
+    half = per_slot(jnp.exp2(powers / 2), blocks)
+    return (blocks * half) * half
 
 
 def wires(plan: Plan, leaves: list, chosen: Any) -> dict[np.dtype, list[str]]:
@@ -94,17 +107,24 @@ def wires(plan: Plan, leaves: list, chosen: Any) -> dict[np.dtype, list[str]]:
             kinds[stack.dtype].add(leaves[region.leaf].dtype)
     travelling = {}
     for name, stack in plan.stacks.items():
-        found = jnp.result_type(*(kinds[stack.dtype] or [stack.dtype]))
+        found = np.dtype(jnp.result_type(*(kinds[stack.dtype] or [stack.dtype])))
+        found = min(found, stack.dtype, key=lambda dtype: dtype.itemsize)
         travelling.setdefault(np.dtype(chosen or found), []).append(name)
     return travelling
 
 
-def _split(plan: Plan, names: list[str], rows: jax.Array) -> Stacks:
-    """Rows `[r, entries]`, one an owner, as stacks `[r * share, *block]`."""
+def _split(
+    plan: Plan, names: list[str], rows: jax.Array, numbers: bool = False
+) -> Stacks:
+    """Rows `[r, entries]`, one an owner, as stacks `[r * share, *block]`.
+
+    With `numbers` there is one number a slot, and stacks are `[r * share]`.
+    """
     stacks, stop = {}, 0
     for name in names:
         block, dtype, size = plan.share[name]
-        start, stop = stop, stop + size * math.prod(block)
+        shape = () if numbers else block
+        start, stop = stop, stop + size * math.prod(shape)
         part = rows[:, start:stop].astype(dtype)
-        stacks[name] = part.reshape(-1, *block)
+        stacks[name] = part.reshape(-1, *shape)
     return stacks

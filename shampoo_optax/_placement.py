@@ -1,8 +1,4 @@
-"""Where blocks live: on one device, or divided over the devices of a mesh.
-
-The one module that knows meshes. A transform says what it does in block space, on any
-number of slots; here it is run on all slots, or on every owner's share of them.
-"""
+"""Where blocks live: on one device, or divided over the devices of a mesh."""
 
 import contextlib
 import math
@@ -32,13 +28,23 @@ class Placement:
     (:func:`describe` shows it).
 
     With a `mesh` the update is called as any other, on whole arrays, jitted or not.
-    Without one it is called inside your own `jax.shard_map` over `axes`, on one
-    device's arrays: gradients that are equal on all devices, or, with `reduce`, the
-    gradients of each device's own loss, of which the mean is taken in the same
-    exchange.
+    Without one it is called inside your own `jax.shard_map` over `axes`, with
+    `check_vma=False`, on one device's arrays: gradients that are equal on all devices,
+    or, with `reduce`, the gradients of each device's own loss.
+
+    With `reduce` their mean over `axes` is taken here, by the owners; over further
+    axes take it before (`jax.lax.pmean`). Where blocks are even, the step then moves
+    as many bytes as a plain all-reduce of the gradients; padding comes on top. What
+    stands before in a chain sees one device's gradients: do not clip by norms there,
+    and wrap it in nothing that branches on gradients (`optax.apply_if_finite`), since
+    devices that take different branches wait for each other for ever. Bad gradients
+    are guarded here.
 
     On a cluster a program adds these lines; on CPU, before them, `jax.config.update(
     "jax_cpu_collectives_implementation", "gloo")`. ::
+
+        import jax, numpy as np
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
         jax.distributed.initialize()  # elsewhere than on SLURM or TPU: with addresses
         mesh = Mesh(np.array(jax.devices()), ("data",))  # of all processes
@@ -47,15 +53,18 @@ class Placement:
         params = jax.jit(model.init, out_shardings=whole)(jax.random.key(0), inputs)
         shardings = so.state_shardings(tx, params)
         state = jax.jit(tx.init, out_shardings=shardings)(params)
-        batch = jax.make_array_from_process_local_data(divided, local_batch)
+        for local_batch in batches:  # of this process
+            batch = jax.make_array_from_process_local_data(divided, local_batch)
+            params, state = train_step(params, state, batch)  # jitted, as ever
 
     Args:
-      mesh: a `jax.sharding.Mesh` with axes of any type, or `None` for use inside your
-        own `jax.shard_map`. Default `None`.
+      mesh: a `jax.sharding.Mesh` with Auto or with Explicit axes, or `None` for use
+        inside your own `jax.shard_map`. Default `None`.
       axes: the name or names of the axes to divide over; devices that differ along
-        other axes only hold copies. Default `None`: all axes of the mesh.
+        other axes hold copies. Default `None`: all axes of the mesh.
       dtype: the dtype in which directions travel, `"float32"`, `"bfloat16"` or
-        `"float16"`. Default `None`: that of the gradients, which loses nothing.
+        `"float16"` (then with a power of two for each block). Default `None`: that of
+        the gradients, which loses nothing.
       cost: what is divided evenly: `"memory"`, or the work on a block as the
         coefficients of a polynomial of its sides, the constant first. Default
         `"memory"`.
@@ -101,13 +110,14 @@ class Placement:
     reduce: bool = False
 
     def __post_init__(self):
-        if self.mesh is not None and not isinstance(self.mesh, Mesh):
-            raise ValueError(f"`mesh` must be a jax.sharding.Mesh, got {self.mesh!r}.")
+        if self.mesh is not None:
+            _check_mesh(self.mesh)
         object.__setattr__(self, "axes", self._checked_axes())
         object.__setattr__(self, "dtype", _checked_dtype(self.dtype))
-        if self.cost != "memory":
+        if not isinstance(self.cost, str) or self.cost != "memory":
             object.__setattr__(self, "cost", _checked_cost(self.cost))
         check_choice("reduce", self.reduce, (True, False))
+        object.__setattr__(self, "reduce", bool(self.reduce))
         if self.reduce and self.mesh is not None:
             raise ValueError(
                 "`reduce` must be False with a mesh, whose update takes gradients "
@@ -127,10 +137,15 @@ class Placement:
                 f"got {self.axes!r}."
             )
         if names is not None and not set(axes) <= set(names):
-            raise ValueError(
-                f"`axes` must be among the mesh's {names}, got {self.axes!r}."
-            )
+            raise ValueError(f"`axes` must be among {names}, got {self.axes!r}.")
         return tuple(axes)
+
+
+def _check_mesh(mesh: Any) -> None:
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"`mesh` must be a jax.sharding.Mesh, got {mesh!r}.")
+    if len(set(mesh.axis_types)) > 1:
+        raise ValueError(f"`mesh` must have axes of one type, got {mesh!r}.")
 
 
 def _checked_dtype(dtype: Any) -> Wire | None:
@@ -190,13 +205,20 @@ def owners_of(placement: Placement | None) -> int:
         return 1
     mesh = planned if placement.mesh is None else placement.mesh
     if isinstance(mesh, Mesh):
-        return math.prod(mesh.shape[axis] for axis in placement.axes)
+        return _size_of(mesh, placement.axes)
     if not all(map(_is_bound, placement.axes)):
         raise ValueError(
             "`placement` without a mesh must be used inside a jax.shard_map over the "
-            f"axes {placement.axes}; outside of one, give it a mesh, got {placement!r}."
+            f"axes {placement.axes}; outside of one give a mesh (or a number of "
+            f"`devices`), got {placement!r}."
         )
     return jax.lax.axis_size(placement.axes)
+
+
+def _size_of(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    if not set(axes) <= set(mesh.axis_names):
+        raise ValueError(f"`axes` must be among {mesh.axis_names}, got {axes}.")
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _is_bound(axis: str) -> bool:
@@ -209,10 +231,11 @@ def _is_bound(axis: str) -> bool:
 
 
 def check_outside(placement: Placement | None) -> None:
-    """Refuses the form with a mesh inside a `shard_map` over that mesh."""
+    """Refuses the form with a mesh inside a `shard_map`."""
     if placement is None or placement.mesh is None:
         return
     bound = tuple(filter(_is_bound, placement.mesh.axis_names))
+    bound = bound or tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if bound:
         raise ValueError(
             "`placement` with a mesh must be used outside of jax.shard_map, got a call "

@@ -21,7 +21,7 @@ from shampoo_optax._factors import (
     statistics_weight,
 )
 from shampoo_optax._grafting import accumulate, zero_blocks
-from shampoo_optax._newton import add_to_diagonal
+from shampoo_optax._newton import add_to_diagonal, largest_row_sum
 from shampoo_optax._placement import Placement
 from shampoo_optax._refresh import refresh
 from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, orders_of
@@ -58,7 +58,8 @@ def _eigenbases(
 ) -> tuple[jax.Array, jax.Array]:
     scaled, _ = scale_to_one(factors)
     if padding is not None:  # last in the order of eigenvalues, as in the block
-        scaled = add_to_diagonal(scaled, 4 * padding.astype(scaled.dtype))
+        above = 2 * largest_row_sum(scaled)
+        scaled = add_to_diagonal(scaled, jnp.where(padding, above[:, None], 0))
     _, bases, residuals = checked_eigh(scaled)
     return bases, residuals
 

@@ -56,12 +56,12 @@ class Layout:
         return jax.eval_shape(lambda: _first_state(self.method, self.plan.stacks))
 
 
-def _division(options: Options, placement: Placement | None) -> Division:
+def _division(options: Options, placement: Placement | None, owners: int) -> Division:
     cost = "memory" if placement is None else placement.cost
     overrides = (options.exponents or {}).items()
     fixed = {order for order, override in overrides if isinstance(override, Mapping)}
     return Division(
-        owners=owners_of(placement),
+        owners=owners,
         cost=memory if cost == "memory" else polynomial(cost),
         fixed=frozenset(fixed),
     )
@@ -98,7 +98,7 @@ def block_transform(
 
     @functools.lru_cache
     def prepare(leaves: tuple[jax.ShapeDtypeStruct, ...], owners: int) -> tuple:
-        division = _division(options, placement)._replace(owners=owners)
+        division = _division(options, placement, owners)
         plan = plan_of(leaves, options.blocking, division)
         inside = placement is not None and placement.mesh is None
         held = plan.share if inside else plan.stacks
