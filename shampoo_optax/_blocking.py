@@ -67,10 +67,15 @@ def _boxes(merged: Sequence[int], blocking: Blocking):
         yield tuple(zip(*pieces, strict=True)) or ((), (), ())
 
 
-def stack_name(block: Sequence[int], dtype: np.dtype) -> str:
-    """The key of a stack: its block's shape, and its dtype where not float32."""
+def stack_name(block: Sequence[int], dtype: np.dtype, owners: int = 1) -> str:
+    """The key of a stack: its block's shape, and what is not as usual.
+
+    That is a dtype other than float32, and a number of owners other than one: slots
+    that are dealt to other numbers of owners are never taken for each other.
+    """
     shape = "x".join(map(str, block)) or "scalar"
-    return shape if dtype == np.float32 else f"{shape}_{dtype}"
+    kind = "" if dtype == np.float32 else f"_{dtype}"
+    return f"{shape}{kind}" if owners == 1 else f"{shape}{kind}@{owners}"
 
 
 def plan_of(
@@ -85,29 +90,41 @@ def plan_of(
     """
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
     merged = tuple(merge_shape(shape, blocking) for shape in shapes)
-    regions = []
-    for index in range(len(leaves)):
-        for start, grid, block in _boxes(merged[index], blocking):
-            axes = division.axes(block)
-            regions.append(Region(index, start, grid, block, axes, ()))
+    regions = [
+        Region(index, start, grid, block, division.axes(block), ())
+        for index in range(len(leaves))
+        for start, grid, block in _boxes(merged[index], blocking)
+    ]
     dtypes = [wide_dtype(leaves[region.leaf].dtype) for region in regions]
-    stacks, slots = {}, {}
+    stacks, free = {}, {}
     for dtype in dict.fromkeys(dtypes):
         counts = Counter()
         for region, own in zip(regions, dtypes, strict=True):
             counts[region.stacked] += region.size * (own == dtype)
-        for block, members in deal(+counts, division).items():
-            name = stack_name(block, dtype)
-            size = -(-members.total() // division.owners) * division.owners
-            stacks[name] = Stack(block, dtype, size)
-            filled = 0
-            for shape, n in members.items():
-                slots.setdefault((shape, dtype), deque()).append(Piece(name, filled, n))
-                filled += n
-    for index, (region, dtype) in enumerate(zip(regions, dtypes, strict=True)):
-        pieces = tuple(_take(slots[region.stacked, dtype], region.size))
-        regions[index] = region._replace(pieces=pieces)
-    return Plan(shapes, merged, tuple(regions), stacks, division.owners)
+        _open_stacks(+counts, dtype, division, stacks, free)
+    placed = tuple(
+        region._replace(pieces=tuple(_take(free[region.stacked, dtype], region.size)))
+        for region, dtype in zip(regions, dtypes, strict=True)
+    )
+    return Plan(shapes, merged, placed, stacks, division.owners)
+
+
+def _open_stacks(
+    counts: Counter,
+    dtype: np.dtype,
+    division: Division,
+    stacks: dict[str, Stack],
+    free: dict[tuple, deque[Piece]],
+) -> None:
+    """Adds the stacks for so many blocks of each shape, and their free slots."""
+    for block, members in deal(counts, division).items():
+        name = stack_name(block, dtype, division.owners)
+        size = -(-members.total() // division.owners) * division.owners
+        stacks[name] = Stack(block, dtype, size)
+        filled = 0
+        for shape, n in members.items():
+            free.setdefault((shape, dtype), deque()).append(Piece(name, filled, n))
+            filled += n
 
 
 def _take(free: deque[Piece], wanted: int) -> Iterator[Piece]:

@@ -17,7 +17,7 @@ from shampoo_optax._config import (
     is_static,
 )
 from shampoo_optax._decay import decay_weights
-from shampoo_optax._placement import Placement, place_scalars
+from shampoo_optax._placement import Placement, place_rest
 from shampoo_optax._trees import is_none, tree_map
 
 AliasDecay = Decay | Literal["l2"]
@@ -112,4 +112,4 @@ def descend(
     if momentum is not None:
         parts.append(heavy_ball)
     parts += [scale_by_step_size(learning_rate), fill_absent()]
-    return place_scalars(optax.chain(*parts), placement)
+    return place_rest(optax.chain(*parts), placement)

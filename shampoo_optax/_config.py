@@ -44,7 +44,7 @@ def check_number(
         return
     try:
         number = math.nan if isinstance(value, str | bytes | bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     inside = low <= number <= high and not (positive and number == 0)
     if not (math.isfinite(number) and inside):

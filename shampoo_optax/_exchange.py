@@ -39,42 +39,54 @@ def own_blocks(plan: Plan, axes: Axes, blocks: Stacks) -> Stacks:
 def mean_own_blocks(plan: Plan, axes: Axes, blocks: Stacks, leaves: list) -> Stacks:
     """This device's slots of the mean of all devices' gradients.
 
-    They travel in the order of their owners, in the gradients' dtypes.
+    They travel in the order of their owners, in the gradients' dtypes, divided first
+    by a power of two no less than their number: a sum never leaves a dtype's range.
     """
-    own = {}
+    own, early = {}, 2 ** (plan.owners - 1).bit_length()
     for dtype, names in wires(plan, leaves, None).items():
         rows = [blocks[name].reshape(plan.owners, -1) for name in names]
-        rows = jnp.concatenate(rows, axis=1).astype(dtype)  # [owners, entries]
-        total = jax.lax.psum_scatter(rows, axes)
+        rows = (jnp.concatenate(rows, axis=1) / early).astype(dtype)
+        total = jax.lax.psum_scatter(rows, axes)  # [owners, entries] -> [entries]
         own |= _split(plan, names, total[None])
-    return {name: block / plan.owners for name, block in own.items()}
+    return {name: block * (early / plan.owners) for name, block in own.items()}
 
 
 def gather(
     plan: Plan, axes: Axes, dtype: Any, directions: Stacks, leaves: list
 ) -> Stacks:
-    """The directions of all slots, by one exchange for each dtype that travels.
-
-    Where float16, which has few exponents, is asked for, a power of two that brings
-    the largest entry of a block near 1 travels with the block.
-    """
+    """The directions of all slots, by one exchange for each dtype that travels."""
     whole = {}
     for wire, names in wires(plan, leaves, dtype).items():
-        sent = {name: directions[name] for name in names}
-        powers = {}
-        if dtype is not None and wire == np.float16:
-            powers = {name: _power(block) for name, block in sent.items()}
-            sent = {n: _scale(block, -powers[n]) for n, block in sent.items()}
-        row = [part.reshape(-1) for part in (*sent.values(), *powers.values())]
-        row = narrow(jnp.concatenate(row), wire)
-        rows = jax.lax.all_gather(row, axes)  # [owners, entries]
-        found = _split(plan, names, rows)
-        if powers:
-            slots = sum(plan.share[name].size for name in names)
-            powers = _split(plan, names, rows[:, -slots:], numbers=True)
-            found = {n: _scale(block, powers[n]) for n, block in found.items()}
-        whole |= found
+        asked = dtype is not None and wire == np.float16
+        collect = _gather_scaled if asked else _gather_plain
+        whole |= collect(plan, axes, wire, {name: directions[name] for name in names})
     return whole
+
+
+def _gather_plain(plan: Plan, axes: Axes, wire: np.dtype, sent: Stacks) -> Stacks:
+    rows = _gather_rows(axes, wire, list(sent.values()))
+    return _split(plan, list(sent), rows)
+
+
+def _gather_scaled(plan: Plan, axes: Axes, wire: np.dtype, sent: Stacks) -> Stacks:
+    """Sends with each block a power of two that brings its largest entry near 1.
+
+    For dtypes with few exponents.
+    """
+    names = list(sent)
+    powers = {name: _power(block) for name, block in sent.items()}
+    scaled = [_scale(block, -powers[name]) for name, block in sent.items()]
+    rows = _gather_rows(axes, wire, [*scaled, *powers.values()])
+    slots = sum(plan.share[name].size for name in names)
+    powers = _split(plan, names, rows[:, -slots:], numbers=True)
+    found = _split(plan, names, rows)
+    return {name: _scale(block, powers[name]) for name, block in found.items()}
+
+
+def _gather_rows(axes: Axes, wire: np.dtype, parts: list[jax.Array]) -> jax.Array:
+    """All numbers of this device in one row, and those of all, `[owners, numbers]`."""
+    row = jnp.concatenate([part.reshape(-1) for part in parts])
+    return jax.lax.all_gather(narrow(row, wire), axes)
 
 
 def _power(blocks: jax.Array) -> jax.Array:

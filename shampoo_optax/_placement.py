@@ -1,6 +1,7 @@
 """Where blocks live: on one device, or divided over the devices of a mesh."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -58,8 +59,8 @@ class Placement:
             params, state = train_step(params, state, batch)  # jitted, as ever
 
     Args:
-      mesh: a `jax.sharding.Mesh` with Auto or with Explicit axes, or `None` for use
-        inside your own `jax.shard_map`. Default `None`.
+      mesh: a `jax.sharding.Mesh` with Auto or Explicit axes, or `None` for use inside
+        your own `jax.shard_map`. Default `None`.
       axes: the name or names of the axes to divide over; devices that differ along
         other axes hold copies. Default `None`: all axes of the mesh.
       dtype: the dtype in which directions travel, `"float32"`, `"bfloat16"` or
@@ -144,8 +145,10 @@ class Placement:
 def _check_mesh(mesh: Any) -> None:
     if not isinstance(mesh, Mesh):
         raise ValueError(f"`mesh` must be a jax.sharding.Mesh, got {mesh!r}.")
-    if len(set(mesh.axis_types)) > 1:
-        raise ValueError(f"`mesh` must have axes of one type, got {mesh!r}.")
+    if mesh.size == 0 or AxisType.Manual in mesh.axis_types:
+        raise ValueError(
+            f"`mesh` must have devices, and Auto or Explicit axes, got {mesh!r}."
+        )
 
 
 def _checked_dtype(dtype: Any) -> Wire | None:
@@ -234,12 +237,11 @@ def check_outside(placement: Placement | None) -> None:
     """Refuses the form with a mesh inside a `shard_map`."""
     if placement is None or placement.mesh is None:
         return
-    bound = tuple(filter(_is_bound, placement.mesh.axis_names))
-    bound = bound or tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if bound:
         raise ValueError(
             "`placement` with a mesh must be used outside of jax.shard_map, got a call "
-            f"inside one over {bound}: use Placement(axes={placement.axes!r}) there."
+            f"inside one over {bound}: use Placement(axes={bound!r}) there."
         )
 
 
@@ -254,14 +256,14 @@ def _shard_map(run: Callable, placement: Placement, in_specs: Any, out_specs: An
     )
 
 
-def make_shares(share: Callable[[], Any], placement: Placement) -> Any:
-    """The whole of a state of which `share` makes one device's part.
+def on_shares(share: Callable[[], Any], placement: Placement) -> Callable[[], Any]:
+    """Makes the whole of a state of which `share` makes one device's part.
 
     Arrays are divided by slots; scalars are on all devices.
     """
     divided, whole = PartitionSpec(placement.axes), PartitionSpec()
     specs = jax.tree.map(lambda x: divided if x.ndim else whole, jax.eval_shape(share))
-    return jax.jit(_shard_map(share, placement, in_specs=(), out_specs=specs))()
+    return jax.jit(_shard_map(share, placement, in_specs=(), out_specs=specs))
 
 
 def on_mesh(run: Callable, placement: Placement) -> Callable:
@@ -269,61 +271,58 @@ def on_mesh(run: Callable, placement: Placement) -> Callable:
 
     Jitted, since without that every operation would be sent to the devices alone.
     """
-    mesh, divided, whole = (
-        placement.mesh,
-        PartitionSpec(placement.axes),
-        PartitionSpec(),
-    )
+    divided, whole = PartitionSpec(placement.axes), PartitionSpec()
     mapped = _shard_map(
-        run,
-        placement,
-        (whole, whole, divided, whole),
-        (whole, whole, divided),
+        run, placement, (whole, whole, divided, whole), (whole, whole, divided)
     )
-    if AxisType.Explicit not in mesh.axis_types:
-        return jax.jit(mapped)
-
-    def reshard(tree: Any, spec: PartitionSpec) -> Any:
-        return jax.sharding.reshard(tree, NamedSharding(mesh, spec))
-
-    def with_types(
-        leaves: list, count: jax.Array, fields: dict, numbers: dict
-    ) -> tuple:
-        wanted = [
-            None if leaf is None else jax.typeof(leaf).sharding for leaf in leaves
-        ]
-        leaves, count, fields = mapped(
-            *reshard((leaves, count), whole),
-            reshard(fields, divided),
-            reshard(numbers, whole),
-        )
-        leaves = [
-            leaf
-            if kind is None or kind.mesh.empty
-            else jax.sharding.reshard(leaf, kind)
-            for leaf, kind in zip(leaves, wanted, strict=True)
-        ]
-        return leaves, count, fields
-
-    return jax.jit(with_types)
+    if AxisType.Explicit in placement.mesh.axis_types:
+        mapped = functools.partial(_reshard_around, mapped, placement)
+    return jax.jit(mapped)
 
 
-def place_scalars(
+def _reshard_around(
+    mapped: Callable,
+    placement: Placement,
+    leaves: list,
+    count: jax.Array,
+    fields: dict[str, Any],
+    numbers: dict[str, jax.Array],
+) -> tuple[list, jax.Array, dict[str, Any]]:
+    """Brings arrays to the types that the mapped step takes, and updates back."""
+    mesh = placement.mesh
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    typed = tuple(axis for axis in placement.axes if kinds[axis] == AxisType.Explicit)
+    divided = NamedSharding(mesh, PartitionSpec(typed) if typed else PartitionSpec())
+    whole = NamedSharding(mesh, PartitionSpec())
+    wanted = [None if leaf is None else jax.typeof(leaf).sharding for leaf in leaves]
+    leaves, count, numbers = jax.sharding.reshard((leaves, count, numbers), whole)
+    fields = jax.sharding.reshard(fields, divided)
+    leaves, count, fields = mapped(leaves, count, fields, numbers)
+    leaves = [
+        leaf if kind is None or kind.mesh.empty else jax.sharding.reshard(leaf, kind)
+        for leaf, kind in zip(leaves, wanted, strict=True)
+    ]
+    return leaves, count, fields
+
+
+def place_rest(
     tx: optax.GradientTransformationExtraArgs, placement: Placement | None
 ) -> optax.GradientTransformationExtraArgs:
-    """Puts the scalars of the first state, such as counts, on all devices.
+    """Puts what the first state has elsewhere, such as counts, on all devices.
 
-    Where they are after an update: `jax.jit` compiles anew for what lies elsewhere.
+    Where it is after an update: `jax.jit` compiles anew for what lies elsewhere.
     """
     if placement is None or placement.mesh is None:
         return tx
     whole = NamedSharding(placement.mesh, PartitionSpec())
 
     def place(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array) or leaf.ndim:
+        if not isinstance(leaf, jax.Array):
             return leaf
         if not isinstance(leaf, jax.core.Tracer):
-            return jax.device_put(leaf, whole)
+            return leaf if leaf.ndim and leaf.committed else jax.device_put(leaf, whole)
+        if leaf.ndim:
+            return leaf
         if AxisType.Explicit in placement.mesh.axis_types:
             return jax.sharding.reshard(leaf, whole)
         return jax.lax.with_sharding_constraint(leaf, whole)

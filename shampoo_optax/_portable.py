@@ -1,5 +1,7 @@
 """States that outlive a job: where they are placed, and a form that fits any mesh."""
 
+import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shampoo_optax._layouts import layouts_of
@@ -40,8 +41,7 @@ def abstract_state(
       (1, 3, 3)
     """
     tree = _find_ours(tx, params, mesh)
-    state = _abstract(tree)
-    mesh = mesh or _mesh_of(tree)
+    state, mesh = _abstract(tree), _mesh_of(tree, mesh)
     if mesh is None:
         return state
     return jax.tree.map(
@@ -87,7 +87,7 @@ def state_shardings(
       True
     """
     tree = _find_ours(tx, params, mesh)
-    mesh = mesh or _mesh_of(tree)
+    mesh = _mesh_of(tree, mesh)
     if mesh is None:
         raise ValueError(
             "`mesh` must be given where no placement in `tx` has one, got None."
@@ -103,8 +103,10 @@ class _Ours:
     state: Any  # the whole of it, as `ShapeDtypeStruct`s
 
 
-def _find_ours(tx: Any, params: optax.Params, mesh: Mesh | None = None) -> Any:
+def _find_ours(tx: Any, params: optax.Params, mesh: Mesh | None) -> Any:
     """A tree like the state, with an :class:`_Ours` for each of our states."""
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ValueError(f"`mesh` must be a jax.sharding.Mesh, got {mesh!r}.")
     return layouts_of(tx, params, mesh or 0, lambda held: _Ours(held, held.abstract()))
 
 
@@ -118,41 +120,55 @@ def _abstract(tree: Any) -> optax.OptState:
     )
 
 
-def _mesh_of(tree: Any) -> Mesh | None:
+def _mesh_of(tree: Any, mesh: Mesh | None) -> Mesh | None:
+    """The mesh of the placements in a tree, or the one that is given for them."""
     nodes = jax.tree.leaves(tree, is_leaf=_is_ours)
     placements = [node.layout.placement for node in nodes if _is_ours(node)]
-    return next((p.mesh for p in placements if p is not None and p.mesh), None)
+    meshes = [p.mesh for p in placements if p is not None and p.mesh is not None]
+    if mesh is not None and any(own != mesh for own in meshes):
+        raise ValueError(
+            f"`mesh` must be that of the placement, {meshes[0]!r}, got {mesh!r}."
+        )
+    return mesh if mesh is not None else next(iter(meshes), None)
 
 
 def _shardings(tree: Any, params: optax.Params, mesh: Mesh) -> Any:
+    whole = NamedSharding(mesh, PartitionSpec())
     mirrored = [
-        (path, leaf.shape, getattr(leaf, "sharding", None))
+        (path, leaf.shape, leaf.sharding)
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if isinstance(getattr(leaf, "sharding", None), NamedSharding)
     ]
 
-    def whole_or_like_a_parameter(path: tuple, leaf: Any) -> NamedSharding:
-        for end, shape, sharding in mirrored:
-            named = isinstance(sharding, NamedSharding)
-            if named and shape == leaf.shape and path[len(path) - len(end) :] == end:
-                return NamedSharding(mesh, sharding.spec)
-        return NamedSharding(mesh, PartitionSpec())
-
     def place(path: tuple, node: Any) -> Any:
-        if not _is_ours(node):
-            return whole_or_like_a_parameter(path, node)
-        placement = node.layout.placement
-        axes = () if placement is None else placement.axes
-        divided = PartitionSpec(axes) if axes else PartitionSpec()
-        return jax.tree.map(
-            lambda leaf: NamedSharding(mesh, divided if leaf.ndim else PartitionSpec()),
-            node.state,
+        if _is_ours(node):
+            return _our_shardings(node, mesh)
+        like = (
+            sharding
+            for end, shape, sharding in mirrored
+            if shape == node.shape and path[len(path) - len(end) :] == end
         )
+        return next(like, whole)
 
     return jax.tree_util.tree_map_with_path(place, tree, is_leaf=_is_ours)
 
 
+def _our_shardings(node: _Ours, mesh: Mesh) -> Any:
+    placement, divided = node.layout.placement, PartitionSpec()
+    if placement is not None:
+        mesh = placement.mesh or mesh
+        divided = PartitionSpec(placement.axes)
+    return jax.tree.map(
+        lambda leaf: NamedSharding(mesh, divided if leaf.ndim else PartitionSpec()),
+        node.state,
+    )
+
+
 def to_portable(
-    tx: optax.GradientTransformation, state: optax.OptState, params: optax.Params
+    tx: optax.GradientTransformation,
+    state: optax.OptState,
+    params: optax.Params,
+    mesh: Mesh | None = None,
 ) -> dict[str, np.ndarray]:
     """A state by parameter path, without padding: one form for every mesh.
 
@@ -164,6 +180,7 @@ def to_portable(
       tx: the transform that the state belongs to.
       state: its state.
       params: the parameters, or `jax.ShapeDtypeStruct`s.
+      mesh: as in :func:`state_shardings`. Default `None`.
 
     Returns:
       `{name: array}` on the host. The arrays of a block have names such as
@@ -182,7 +199,7 @@ def to_portable(
       >>> sorted(portable)[:3]
       ['.count', ".factors/['w']/0,0/0", ".factors/['w']/0,0/1"]
     """
-    tree = _find_ours(tx, params)
+    tree = _find_ours(tx, params, mesh)
     _check_structure(state, tree)
     portable = {}
 
@@ -210,7 +227,7 @@ def from_portable(
 
     The transform may have another :class:`Placement` than the one whose state was
     saved, or none. All else that shapes the state, such as `blocking`, must be the
-    same.
+    same. What only pads a state becomes 0.
 
     Args:
       tx: the transform that goes on.
@@ -250,7 +267,7 @@ def from_portable(
     def write(path: tuple, node: Any) -> Any:
         name = jax.tree_util.keystr(path)
         if not _is_ours(node):
-            return take(name, node.shape).astype(node.dtype)
+            return _cast(take(name, node.shape), node.dtype)
         state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), node.state)
         for key, views, order in _entries(name, node.layout, state):
             shape = (sum(map(len, views)), *views[0].shape[1:])
@@ -258,8 +275,8 @@ def from_portable(
             stops = np.cumsum([len(view) for view in views])[:-1]
             parts = np.split(blocks.transpose(np.argsort(order)), stops)
             for view, part in zip(views, parts, strict=True):
-                view[...] = part
-        count = take(f"{name}.count", ()).astype(state.count.dtype)
+                view[...] = _cast(part, view.dtype)
+        count = _cast(take(f"{name}.count", ()), state.count.dtype)
         return state._replace(count=count)
 
     state = jax.tree_util.tree_map_with_path(write, tree, is_leaf=_is_ours)
@@ -268,20 +285,36 @@ def from_portable(
             "`portable` must be the state of this transform and these parameters, got "
             f"also {', '.join(map(repr, sorted(unused)[:4]))}."
         )
-    mesh = mesh or _mesh_of(tree)
+    mesh = _mesh_of(tree, mesh)
     if mesh is None:
         return jax.tree.map(jnp.asarray, state)
     return jax.tree.map(_placed, state, _shardings(tree, params, mesh))
 
 
 def _check_structure(state: Any, tree: Any) -> None:
-    expected = _abstract(tree)
-    wanted, held = (jax.tree.map(np.shape, tree) for tree in (expected, state))
-    if wanted != held:
-        raise ValueError(
-            "`state` must be the state of this transform and these parameters, got "
-            f"{held} for {wanted}."
-        )
+    """Refuses a state of another transform, saying where it first differs."""
+
+    def shapes(tree: Any) -> list[str]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return [
+            f"{jax.tree_util.keystr(path)} {list(np.shape(leaf))}"
+            for path, leaf in leaves
+        ]
+
+    pairs = itertools.zip_longest(shapes(state), shapes(_abstract(tree)))
+    for held, wanted in pairs:
+        if held != wanted:
+            raise ValueError(
+                "`state` must be the state of this transform (with its placement) and "
+                f"of these parameters, got {held} for {wanted}."
+            )
+
+
+def _cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Casts; `np.load` gives dtypes that NumPy does not know as raw bytes."""
+    if array.dtype.kind == "V" and array.dtype.itemsize == np.dtype(dtype).itemsize:
+        return array.view(dtype)
+    return array.astype(dtype)
 
 
 def _entries(name: str, layout: Layout, state: Any) -> Iterator[tuple]:
@@ -318,9 +351,23 @@ def _block_views(held: list, region: Region) -> tuple[list[np.ndarray], tuple]:
 
 
 def _on_host(leaf: Any) -> np.ndarray:
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        leaf = multihost_utils.process_allgather(leaf, tiled=True)
-    return np.asarray(leaf)
+    """A leaf on the host; from other processes it comes a slot of each owner a time."""
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return np.asarray(leaf)
+    if leaf.is_fully_replicated:
+        return np.asarray(leaf.addressable_data(0))
+    share = leaf.sharding.shard_shape(leaf.shape)[0]
+    whole = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+
+    @functools.partial(jax.jit, out_shardings=whole)
+    def slots(leaf: jax.Array, index: int) -> jax.Array:
+        shares = leaf.reshape(-1, share, *leaf.shape[1:])
+        return jax.lax.dynamic_index_in_dim(shares, index, 1, keepdims=False)
+
+    parts = [
+        np.asarray(slots(leaf, index).addressable_data(0)) for index in range(share)
+    ]
+    return np.stack(parts, axis=1).reshape(leaf.shape)
 
 
 def _placed(array: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -25,8 +25,8 @@ from shampoo_optax._placement import (
     Placement,
     check_outside,
     layouts_wanted,
-    make_shares,
     on_mesh,
+    on_shares,
     owners_of,
 )
 from shampoo_optax._stacks import Inputs, Plan, Stack, Stacks
@@ -103,22 +103,20 @@ def block_transform(
         inside = placement is not None and placement.mesh is None
         held = plan.share if inside else plan.stacks
         expected = jax.eval_shape(lambda: _first_state(method, held))
+        make = functools.partial(_first_state, method, plan.share)
         run = functools.partial(_step, method, plan, placement)
         if placement is not None and placement.mesh is not None:
-            run = on_mesh(run, placement)
-        return plan, expected, run
+            make, run = on_shares(make, placement), on_mesh(run, placement)
+        return plan, expected, make, run
 
     def init_fn(params: optax.Params) -> Any:
         leaves, paths = read_params(params)
         owners = owners_of(placement) if leaves else 1
-        plan = prepare(_structs(leaves), owners)[0]
+        plan, _, make, _ = prepare(_structs(leaves), owners)
         if layouts_wanted():
             return Layout(method, plan, placement, paths, _structs(leaves))
         check_outside(placement)
-        share = functools.partial(_first_state, method, plan.share)
-        if placement is None or placement.mesh is None:
-            return share()
-        return make_shares(share, placement)
+        return make()
 
     def update_fn(
         updates: optax.Updates,
@@ -130,7 +128,7 @@ def block_transform(
         check_outside(placement)
         gradients = read_gradients(updates, params)
         owners = owners_of(placement) if gradients.params else 1
-        plan, expected, run = prepare(_structs(gradients.params), owners)
+        plan, expected, _, run = prepare(_structs(gradients.params), owners)
         _check_state(state, expected)
         if not plan.stacks:
             return updates, state._replace(count=next_count(state.count))
