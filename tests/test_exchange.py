@@ -103,16 +103,14 @@ def test_portable_form_of_a_state_made_in_a_shard_map():
     assert worst(portable, so.to_portable(alone, state, grads)) < 1e-6
 
 
-def test_map_params_outside_of_the_shard_map():
-    tx = so.scale_by_shampoo(placement=so.Placement(axes="x"))
-    assert tx.init({}).count == 0
-    chain = optax.chain(tx, optax.trace(0.9))
-    state = so.abstract_state(chain, {"a": jnp.ones((3, 2))}, mesh_of(2))
-    ours, trace = optax.tree_utils.tree_map_params(
-        chain, lambda _: "like a parameter", state, transform_non_params=lambda _: ""
+def test_nothing_to_divide_needs_no_shard_map():
+    """As `optax.tree.map_params` wants, which calls `init` on a placeholder."""
+    tx, alone = (
+        so.scale_by_shampoo(placement=so.Placement(axes="x")),
+        so.scale_by_shampoo(),
     )
-    assert set(jax.tree.leaves(ours)) == {""}
-    assert trace.trace == {"a": "like a parameter"}
+    assert_equal(tx.init(optax.MaskedNode()), alone.init({}))
+    assert_equal(tx.update({}, tx.init({})), alone.update({}, alone.init({})))
 
 
 def test_no_two_numbers_of_owners_share_a_state():
