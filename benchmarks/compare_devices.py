@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from benchmarks import cli, report
 from benchmarks.loop import Record
 from benchmarks.optimizers import OPTIMIZERS
+from shampoo_optax._tables import aligned
 
 # Their names, and what they add to the command.
 CASES = {
@@ -84,7 +85,7 @@ def markdown(runs: Runs) -> str:
 `python -m benchmarks.compare_devices`, {first.run.steps} steps, seed {first.run.seed}.
 
 ```
-{report.aligned([head, *rows])}
+{aligned(head, *rows)}
 ```
 
 Loss: of the test data after the last step. To 1 device, to 8: how far that loss is from

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.loop import Record, Run
 from benchmarks.optimizers import Settings
+from shampoo_optax._tables import aligned
 
 matplotlib.use("Agg")
 
@@ -24,19 +25,7 @@ def table(records: Sequence[Record]) -> str:
     aim = "target" if first.target is None else f"{first.target:g}{unit}"
     head = ["optimizer", "rate", "loss (nats)", first.metric]
     head += [f"steps to {aim}", f"s to {aim}", "median ms", "mean ms", "state bytes"]
-    return aligned([head, *(_row(record, unit) for record in records)])
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Pads columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
+    return aligned(head, *(_row(record, unit) for record in records))
 
 
 def _row(record: Record, unit: str) -> list[str]:

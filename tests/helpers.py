@@ -10,6 +10,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shampoo_optax as so
+from shampoo_optax._placement import only_layouts
 
 # The settings of the acceptance cases: refresh at every step, factors as a sum,
 # no filter, no grafting. `eps` and `relative_eps` keep their defaults.
@@ -107,6 +108,23 @@ def worst(got, want):
     return max(errors)
 
 
+def worst_of_steps(got, want):
+    """As `worst`, relative to the largest entry of a leaf in all steps."""
+    stacked = (
+        jax.tree.map(lambda *x: np.stack(x), *updates) for updates in (got, want)
+    )
+    return worst(*stacked)
+
+
+def structs(shapes, dtype=jnp.float32):
+    """Arrays that are only known by their shapes, a tree of tuples."""
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype),
+        shapes,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
 def _subjaxprs(value):
     if isinstance(value, list | tuple):
         for item in value:
@@ -146,13 +164,28 @@ set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
 
 @functools.lru_cache
 def mesh_of(*sizes, kind="Auto"):
-    """A mesh of the first devices with the axes x, y, z, all of one kind."""
+    """A mesh of the first devices with the axes x, y, z; none without sizes."""
+    if not sizes:
+        return None
     kinds = (getattr(AxisType, kind),) * len(sizes)
     return jax.make_mesh(sizes, tuple("xyz"[: len(sizes)]), axis_types=kinds)
 
 
+def placement_of(*sizes, axes=None, kind="Auto", **kwargs):
+    """Over the axes of a mesh; none without sizes."""
+    return so.Placement(mesh_of(*sizes, kind=kind), axes, **kwargs) if sizes else None
+
+
+def plan_of(tx, params, owners=0):
+    """The plan of one of our transforms; 0 stands for the placement's own owners."""
+    with only_layouts(owners):
+        return tx.init(params).plan
+
+
 def replicate(tree, mesh):
-    """A copy of the tree on every device of the mesh."""
+    """A copy of the tree on every device of the mesh; the tree where there is none."""
+    if mesh is None:
+        return tree
     return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import TRANSFORMS
+from helpers import TRANSFORMS, placement_of, structs
 from jax.sharding import PartitionSpec
 
 import shampoo_optax as so
@@ -22,17 +22,9 @@ OPTIONS = {
 }
 
 
-def structs(shapes, dtype=jnp.float32):
-    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
-
-
 def only(description):
     (part,) = description.parts
     return part
-
-
-def placement_of(*sizes, axes=None, **kwargs):
-    return so.Placement(helpers.mesh_of(*sizes), axes, **kwargs)
 
 
 # ---- bytes

@@ -2,9 +2,6 @@
 
 import functools
 import itertools
-import os
-import subprocess
-import sys
 
 import helpers
 import jax
@@ -12,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import TRANSFORMS
+from helpers import TRANSFORMS, placement_of, plan_of
+from helpers import worst_of_steps as error
 
 import shampoo_optax as so
-from shampoo_optax._placement import only_layouts
 
 # (sizes of the mesh, axes that blocks are divided over, kind of the axes)
 MESHES = [
@@ -28,23 +25,6 @@ MESHES = [
 # Two of three axes, not in the mesh's order.
 CROSSED = ((2, 2, 2), ("z", "x"), "Explicit")
 names = pytest.mark.parametrize("name", TRANSFORMS)
-
-
-def placement_of(sizes=(8,), axes=None, kind="Auto", **kwargs):
-    return so.Placement(helpers.mesh_of(*sizes, kind=kind), axes, **kwargs)
-
-
-def plan_of(tx, params, owners=0):
-    with only_layouts(owners):
-        return tx.init(params).plan
-
-
-def error(got, want):
-    """The largest error of a leaf, relative to its largest entry in all steps."""
-    stacked = (
-        jax.tree.map(lambda *x: np.stack(x), *updates) for updates in (got, want)
-    )
-    return helpers.worst(*stacked)
 
 
 # ---- C15: the same trajectory
@@ -73,9 +53,13 @@ def on_one_device(name, count):
     return helpers.trace(build(name), steps[0], steps)
 
 
+def mesh_placement(sizes, axes, kind):
+    return placement_of(*sizes, axes=axes, kind=kind)
+
+
 def agrees(name, count, mesh):
     steps = equal_matrices(count)
-    tx = build(name, placement_of(*mesh))
+    tx = build(name, mesh_placement(*mesh))
     got, states = jax.device_get(helpers.trace(tx, steps[0], steps))
     want, states_wanted = on_one_device(name, count)
     assert error(got, want) <= 1e-6
@@ -157,7 +141,7 @@ def on_both(variant, steps):
         TRANSFORMS[name], blocking=so.Blocking(merge_to=None), **kwargs
     )
     want, single = helpers.trace(make(), steps[0], steps)
-    tx = make(placement=placement_of())
+    tx = make(placement=placement_of(8))
     assert is_padded(plan_of(tx, steps[0]))
     got, states = helpers.trace(tx, steps[0], steps)
     for counter in ("failures", "skipped"):
@@ -202,7 +186,7 @@ def test_mixed_dtypes_in_padded_stacks(x64, variant):
 )
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_nothing_to_precondition(name, params, kind):
-    tx = TRANSFORMS[name](placement=placement_of(kind=kind))
+    tx = TRANSFORMS[name](placement=placement_of(8, kind=kind))
     state = tx.init(params)
     kinds = jax.tree.map(jnp.shape, state)
     for update in (tx.update, jax.jit(tx.update)):
@@ -233,7 +217,7 @@ def test_absent_and_bad_gradients(name):
     # A large eps, since a few gradients leave some second moments near 0.
     kwargs = dict(b2=0.9, refresh_every=4, eps=0.1)
     want, single = helpers.trace(TRANSFORMS[name](**kwargs), steps[0], steps)
-    tx = TRANSFORMS[name](**kwargs, placement=placement_of())
+    tx = TRANSFORMS[name](**kwargs, placement=placement_of(8))
     got, states = helpers.trace(tx, steps[0], steps)
     assert got[3]["w"] is None
     assert not np.any(got[2]["x"])
@@ -280,7 +264,7 @@ def test_failed_root_keeps_the_previous_one(monkeypatch):
     ]
 
     def run():
-        tx = so.scale_by_shampoo(**helpers.BARE, placement=placement_of())
+        tx = so.scale_by_shampoo(**helpers.BARE, placement=placement_of(8))
         results = jax.device_get(helpers.trace(tx, steps[0], steps))
         return plan_of(tx, steps[0]), *results
 
@@ -329,34 +313,11 @@ def test_the_order_of_the_parameters_does_not_matter(owners):
     assert places([3, 0, 6, 1, 7, 2, 5, 4]) == wanted
 
 
-PRINT_PLAN = f"""
-import jax.numpy as jnp, shampoo_optax as so
-from shampoo_optax._placement import only_layouts
-with only_layouts(8):
-    print(so.scale_by_soap().init([jnp.zeros(shape) for shape in {LEAVES}]).plan)
-"""
-
-
-def test_every_process_makes_the_same_plan():
-    """Whatever the order of Python's sets, which differs between processes."""
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", PRINT_PLAN],
-            env=os.environ | {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in ("1", "2")
-    ]
-    plans = [process.communicate()[0] for process in running]
-    assert plans[0] == plans[1] != ""
-
-
 @names
 def test_state_of_another_number_of_owners(name):
     params = {"w": jnp.ones((6, 4)), "b": jnp.ones(5)}
-    state = TRANSFORMS[name](placement=placement_of()).init(params)
-    tx = TRANSFORMS[name](placement=placement_of((4,)))
+    state = TRANSFORMS[name](placement=placement_of(8)).init(params)
+    tx = TRANSFORMS[name](placement=placement_of(4))
     with pytest.raises(ValueError, match="`state` must come from .*`from_portable`"):
         tx.update(params, state, params)
     with pytest.raises(ValueError, match="`state` must be a ScaleBy"):

@@ -3,21 +3,11 @@
 import math
 
 import helpers
-import jax
-import jax.numpy as jnp
 import pytest
 
 import shampoo_optax as so
-from benchmarks import ownership
+from benchmarks import hlo, ownership
 from benchmarks.shapes import MODELS
-
-
-def structs(shapes):
-    return {
-        str(n): jax.ShapeDtypeStruct(shape, jnp.float32)
-        for n, shape in enumerate(shapes)
-    }
-
 
 BARS = {
     ("ResNet-50", 8): {"work": 0.75, "matrices": 0.85},
@@ -28,7 +18,7 @@ BARS = {
 
 @pytest.mark.parametrize("model, owners", BARS)
 def test_models_are_divided_evenly(model, owners):
-    (part,) = so.describe(structs(MODELS[model]), devices=owners).parts
+    (part,) = so.describe(helpers.structs(MODELS[model]), devices=owners).parts
     found = part.efficiency
     bars = BARS[model, owners]
     assert {name: found[name] for name in bars if found[name] < bars[name]} == {}
@@ -75,18 +65,19 @@ ENTRY %main (p.1: f32[3]) -> f32[8,3] {
 
 
 def test_lines_of_a_program_leave_out_names_of_sources():
-    assert ownership.hlo_lines(HLO) == 1 + 4 + 6
+    names = 2 + 2 + 2 + 2  # a title and an entry in each table
+    program = 1 + 4 + 6
+    assert hlo.lines_of(HLO) == (HLO.count("\n"), names + program, program)
 
 
 def test_bytes_of_collectives_are_read_from_a_program():
-    found = ownership.collective_bytes(HLO)
+    found = hlo.collective_bytes(HLO)
     assert found == {"all-reduce": 9, "all-gather": 4 * 8 * 3 + 2 * 8 * 5}
 
 
 def test_plan_and_compiled_program_agree_on_one_device():
-    params = structs([(32, 24)] * 11)
-    placement = so.Placement(helpers.mesh_of(8))
-    tx = so.scale_by_shampoo(placement=placement)
+    params = helpers.structs([(32, 24)] * 11)
+    tx = so.scale_by_shampoo(placement=helpers.placement_of(8))
     (part,) = so.describe(params, tx).parts
     compiled = ownership.compile_update(tx, params)
     state = sum(kind.device for kind in part.bytes.values())

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import TRANSFORMS, mesh_of, replicate, set_mesh
+from helpers import worst_of_steps as error
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -31,14 +32,6 @@ def build(name, placement=None):
     return TRANSFORMS["soap" if name == "soap" else "shampoo"](
         **SETTINGS[name], placement=placement
     )
-
-
-def error(got, want):
-    """The largest error of a leaf, relative to its largest entry in all steps."""
-    stacked = (
-        jax.tree.map(lambda *x: np.stack(x), *updates) for updates in (got, want)
-    )
-    return helpers.worst(*stacked)
 
 
 # ---- C18: both kinds of mesh, replicated parameters

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_equal, normal_steps, worst
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from helpers import assert_equal, mesh_of, normal_steps, partition, replicate, worst
+from jax.sharding import NamedSharding, PartitionSpec
 
 import shampoo_optax as so
 
@@ -26,17 +26,7 @@ PARAMS = STEPS[0]
 BLOCKING = so.Blocking(8)
 
 
-def mesh_of(*shape):
-    """A mesh over the first devices; none for no shape."""
-    if not shape:
-        return None
-    count = int(np.prod(shape))
-    return Mesh(
-        np.array(jax.devices()[:count]).reshape(shape), tuple("xyz"[: len(shape)])
-    )
-
-
-def placement_of(mesh):
+def placed_on(mesh):
     return None if mesh is None else so.Placement(mesh)
 
 
@@ -51,29 +41,20 @@ def shampoo_on(mesh):
         relative_eps=1e-2,
         momentum=0.9,
         blocking=BLOCKING,
-        placement=placement_of(mesh),
+        placement=placed_on(mesh),
     )
 
 
 def soap_on(mesh):
     """No refresh within the steps: bases of rank-deficient factors are arbitrary."""
-    return so.soap(
-        1e-2, refresh_every=20, blocking=BLOCKING, placement=placement_of(mesh)
-    )
-
-
-def whole(tree, mesh):
-    """Puts a tree on all devices of a mesh, or leaves it."""
-    if mesh is None:
-        return tree
-    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+    return so.soap(1e-2, refresh_every=20, blocking=BLOCKING, placement=placed_on(mesh))
 
 
 def advance(tx, state, steps, mesh):
     """The updates of some more steps, and the last state."""
-    update, params, updates = jax.jit(tx.update), whole(PARAMS, mesh), []
+    update, params, updates = jax.jit(tx.update), replicate(PARAMS, mesh), []
     for grads in steps:
-        update_now, state = update(whole(grads, mesh), state, params)
+        update_now, state = update(replicate(grads, mesh), state, params)
         updates.append(update_now)
     return updates, state
 
@@ -83,7 +64,7 @@ def saved(make):
     """The portable state after seven steps on eight devices, and what came after."""
     mesh = mesh_of(8)
     tx = make(mesh)
-    _, state = advance(tx, tx.init(whole(PARAMS, mesh)), STEPS[:7], mesh)
+    _, state = advance(tx, tx.init(replicate(PARAMS, mesh)), STEPS[:7], mesh)
     later, _ = advance(tx, state, STEPS[7:], mesh)
     return state, so.to_portable(tx, state, PARAMS), later
 
@@ -94,7 +75,7 @@ def test_goes_on_on_other_devices(make, shape):
     _, portable, expected = saved(make)
     mesh = mesh_of(*shape)
     tx = make(mesh)
-    state = so.from_portable(tx, portable, whole(PARAMS, mesh))
+    state = so.from_portable(tx, portable, replicate(PARAMS, mesh))
     updates, _ = advance(tx, state, STEPS[7:], mesh)
     assert worst(updates, expected) < 1e-5
 
@@ -103,7 +84,7 @@ def test_goes_on_on_other_devices(make, shape):
 def test_there_and_back_is_the_same_state(make):
     state, portable, _ = saved(make)
     mesh = mesh_of(8)
-    restored = so.from_portable(make(mesh), portable, whole(PARAMS, mesh))
+    restored = so.from_portable(make(mesh), portable, replicate(PARAMS, mesh))
     again = so.to_portable(make(mesh), restored, PARAMS)
     assert again.keys() == portable.keys()
     assert_equal(again, portable)
@@ -141,7 +122,7 @@ def test_npz_continues_bit_for_bit(tmp_path):
         loaded = dict(file)
     mesh = mesh_of(8)
     tx = shampoo_on(mesh)
-    restored = so.from_portable(tx, loaded, whole(PARAMS, mesh))
+    restored = so.from_portable(tx, loaded, replicate(PARAMS, mesh))
     updates, _ = advance(tx, restored, STEPS[7:], mesh)
     assert_equal(updates, expected)
     assert all(leaf.size for leaf in jax.tree.leaves(state))
@@ -150,14 +131,13 @@ def test_npz_continues_bit_for_bit(tmp_path):
 def test_masked_and_partitioned_parameters():
     mesh = mesh_of(4)
     labels = {name: "so" if name != "bias" else "adam" for name in SHAPES}
-    partition = getattr(optax, "partition", optax.multi_transform)
 
     def make(mesh):
-        inner = so.scale_by_shampoo(blocking=BLOCKING, placement=placement_of(mesh))
+        inner = so.scale_by_shampoo(blocking=BLOCKING, placement=placed_on(mesh))
         return partition({"so": inner, "adam": optax.scale_by_adam()}, labels)
 
     tx = make(mesh)
-    _, state = advance(tx, tx.init(whole(PARAMS, mesh)), STEPS[:2], mesh)
+    _, state = advance(tx, tx.init(replicate(PARAMS, mesh)), STEPS[:2], mesh)
     portable = so.to_portable(tx, state, PARAMS)
     assert not any("factors/['bias']" in name for name in portable)
     assert any("mu['bias']" in name for name in portable)
@@ -169,7 +149,7 @@ def test_masked_and_partitioned_parameters():
 def test_state_shardings_are_those_of_the_state():
     mesh = mesh_of(4, 2)
     tx = shampoo_on(mesh)
-    params = whole(PARAMS, mesh)
+    params = replicate(PARAMS, mesh)
     shardings = so.state_shardings(tx, params)
     state = jax.jit(tx.init, out_shardings=shardings)(params)
     expected = tx.init(params)
@@ -183,7 +163,7 @@ def test_buffers_lie_as_their_parameters():
     mesh = mesh_of(4, 2)
     tx = shampoo_on(mesh)
     divided = NamedSharding(mesh, PartitionSpec(None, "y"))
-    params = whole(PARAMS, mesh)
+    params = replicate(PARAMS, mesh)
     params["square"] = jax.device_put(params["square"], divided)
     momentum = so.state_shardings(tx, params)[1].momentum
     assert momentum["square"].spec == divided.spec
@@ -193,7 +173,7 @@ def test_buffers_lie_as_their_parameters():
 def test_abstract_state_is_the_state():
     mesh = mesh_of(8)
     tx = shampoo_on(mesh)
-    params = whole(PARAMS, mesh)
+    params = replicate(PARAMS, mesh)
     structs = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
     )

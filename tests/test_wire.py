@@ -7,11 +7,11 @@ import helpers
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import TRANSFORMS, mesh_of, replicate
+from helpers import TRANSFORMS, mesh_of, plan_of, replicate
 from jax.sharding import PartitionSpec as P
 
 import shampoo_optax as so
-from shampoo_optax._placement import only_layouts
+from benchmarks.hlo import collectives, computations
 
 names = pytest.mark.parametrize("name", TRANSFORMS)
 EIGHT = {f"w{i}": (6, 4) for i in range(8)}  # one block a device, no padding
@@ -23,49 +23,12 @@ def ones(shapes, dtype=jnp.float32):
     return {name: jnp.ones(shape, dtype) for name, shape in shapes.items()}
 
 
-def plan_of(tx, params):
-    with only_layouts():
-        return tx.init(params).plan
-
-
 def entries(plan):
     """The number of entries of all blocks, padding included."""
     return sum(s.size * math.prod(s.block) for s in plan.stacks.values())
 
 
 # ---- reading compiled programs
-
-COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-SIZES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8}
-
-
-def bytes_of(shape):
-    """The bytes of an array or tuple as HLO writes it: `(f32[8,3]{1,0}, u32[])`."""
-    found = re.findall(r"(\w+)\[([\d,]*)\]", shape)
-    return sum(SIZES[kind] * math.prod(map(int, filter(None, sides.split(","))))
-               for kind, sides in found)  # fmt: skip
-
-
-def computations(text):
-    """The lines of each computation of an HLO module, by its name."""
-    found, lines = {}, []
-    for line in text.splitlines():
-        if start := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
-            lines = found.setdefault(start[1], [])
-        elif line.startswith("  "):
-            lines.append(line)
-    return found
-
-
-def collectives(text):
-    """`(computation, kind, bytes of the result)` of each collective."""
-    pattern = rf"= (.*?) ({COLLECTIVES})(?:-start)?\("
-    return [
-        (name, found[2], bytes_of(found[1]))
-        for name, lines in computations(text).items()
-        for line in lines
-        if (found := re.search(pattern, line))
-    ]
 
 
 def inside_conditionals(text):
@@ -246,7 +209,7 @@ def test_bfloat16_rounds_once(scale):
 
 @pytest.mark.parametrize("scale", [1.0, 1e8, 1e-8, 1e15, 1e-15])
 def test_float16_is_scaled_into_its_range(scale):
-    """Half a unit in the last place of the largest number of an owner."""
+    """Half a unit in the last place of the largest number of a block."""
     grads = {
         name: scale * helpers.normals(n, *shape)
         for n, (name, shape) in enumerate(EIGHT.items())
@@ -255,8 +218,8 @@ def test_float16_is_scaled_into_its_range(scale):
     assert 0 < helpers.worst(got, grads) <= 2.0**-11
 
 
-def test_float16_of_owners_far_apart():
-    """Every owner has a scale of its own; zeros stay zeros."""
+def test_float16_of_blocks_far_apart():
+    """Every block has a scale of its own; zeros stay zeros."""
     scales = dict(
         zip(EIGHT, [1e12, 1e8, 1.0, 0.0, 1e-4, 1e-8, 1e-12, 1e-15], strict=True)
     )
@@ -296,8 +259,9 @@ def test_float16_is_half_in_the_compiled_step():
     tx = so.scale_by_shampoo(
         blocking=KEEP, placement=so.Placement(mesh, dtype="float16")
     )
-    exponents = 8  # one for each owner
-    size = 2 * (entries(plan_of(tx, params)) + exponents)
+    plan = plan_of(tx, params)
+    powers = sum(stack.size for stack in plan.stacks.values())  # one for each block
+    size = 2 * (entries(plan) + powers)
     assert [found[1:] for found in collectives(compiled_step(tx, params))] == [
         ("all-gather", size)
     ]
