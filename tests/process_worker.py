@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import shampoo_optax as so
 
 STEPS = 20
-PARTS = ("curve", "before", "after")
+PARTS = ("curve", "before", "after", "portable", "again")
 WHOLE = PartitionSpec()
 SHAPES = {"wide": (24, 40), "square": (16, 16), "kernel": (3, 3, 2, 8), "bias": (8,)}
 OPTIONS = dict(refresh_every=5, weight_decay=0.01, blocking=so.Blocking(block_size=16))
@@ -40,20 +40,24 @@ def train(name):
     Returns:
       the parameters after each step on each of this process's devices, `{parameter:
       [steps, devices, *shape]}`, and the parts of the optimizer's state that it
-      holds, `{"path from slot": array}`, before the first step and after the last.
+      holds, `{"path from slot": array}`, before the first step and after the last;
+      the last state in its portable form, and the same once it went back and forth.
     """
     mesh, reduced = make_mesh(name), name == "reduced"
     params = put(values(1), mesh)
     # Where gradients are still to be reduced, every device has its own.
     noise = put(values(0, STEPS, mesh.size if reduced else 1), mesh)
-    init, step = (reducing if reduced else placed)(name, mesh, params)
+    tx, init, step = (reducing if reduced else placed)(name, mesh, params)
     state = init(params)
     seen, before = [], held(state)
     for index in range(STEPS):
         params, state = step(params, state, noise, index)
         seen.append({key: copies(leaf) for key, leaf in params.items()})
     curve = {key: np.stack([leaves[key] for leaves in seen]) for key in SHAPES}
-    return curve, before, held(state)
+    portable = so.to_portable(tx, state, params, mesh)
+    again = so.from_portable(tx, portable, params, mesh)
+    again = so.to_portable(tx, again, params, mesh)
+    return curve, before, held(state), portable, again
 
 
 def copies(leaf):
@@ -97,7 +101,7 @@ def placed(name, mesh, params):
     def step(params, state, noise, index):
         return advance(tx, params, state, {k: n[index, 0] for k, n in noise.items()})
 
-    return tx.init, step
+    return tx, tx.init, step
 
 
 def reducing(name, mesh, params):
@@ -113,7 +117,7 @@ def reducing(name, mesh, params):
         own = {key: leaf[index, device] for key, leaf in noise.items()}
         return advance(tx, params, state, own)
 
-    return jax.jit(mapped(tx.init, in_specs=WHOLE, out_specs=specs)), step
+    return tx, jax.jit(mapped(tx.init, in_specs=WHOLE, out_specs=specs)), step
 
 
 def held(tree):

@@ -74,12 +74,15 @@ def test_two_processes_give_the_trajectory_of_one(tmp_path):
     assert jax.process_count() == 1 and jax.device_count() == DEVICES
     run_together(tmp_path)
     for name in OPTIMIZERS:
-        curve, *states = train(name)
-        (one_curve, *ones), (two_curve, *twos) = (
+        curve, *states, portable, again = train(name)
+        assert_equal(again, portable)
+        (one_curve, *ones, one, one_again), (two_curve, *twos, two, two_again) = (
             seen_by(tmp_path, process, name) for process in range(PROCESSES)
         )
         assert_equal(one_curve, {key: copies[:, :4] for key, copies in curve.items()})
         assert_equal(two_curve, {key: copies[:, 4:] for key, copies in curve.items()})
+        for theirs in (one, one_again, two, two_again):
+            assert_equal(theirs, portable)
         for copies in curve.values():  # [steps, devices, *shape]
             np.testing.assert_array_equal(copies, copies[:, :1].repeat(DEVICES, 1))
         for whole, one, two in zip(states, ones, twos, strict=True):
