@@ -121,8 +121,10 @@ def describe(
 
     Bytes are exact. Operations are counted in the traced step, a multiplication and
     an addition as two; compilers do not count eigendecompositions, which are taken
-    as 28 d^3 operations each. Transforms that work on blocks, such as Shampoo and SOAP,
-    are described wherever they are in `tx`; of others only the memory is given.
+    as 28 d^3 operations each. Bytes on the wire are those of the dtype asked for; XLA
+    on CPU sends bfloat16 as float32. Transforms that work on blocks, such as Shampoo
+    and SOAP, are described wherever they are in `tx`, whose `init` must not be jitted;
+    of others only the memory is given.
 
     Args:
       params: a tree of parameters, arrays or `jax.ShapeDtypeStruct`s of any shapes.
@@ -151,7 +153,7 @@ def describe(
       >>> costs.parts[0].bytes["factors"]
       Bytes(device=12582912, total=50331648)
       >>> costs.parts[0].slots["['kernel']"]
-      (Slots(stack='1024x1024', start=0, stop=4),)
+      (Slots(stack='1024x1024@4', start=0, stop=4),)
       >>> print(costs)
       ScaleByShampooState at [0]: parameters 2, blocks 5, stacks 2, owners 4
       <BLANKLINE>
