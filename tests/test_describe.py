@@ -93,7 +93,9 @@ def test_shares_of_many_devices(devices):
         assert device == (total if field == "count" else total // devices)
     for kind, number in few.flops.items():
         assert many.flops[kind] == pytest.approx(number / devices, rel=0.05)
-    assert set(many.stacks) == {"32x16"} and many.stacks["32x16"].slots == 1
+    assert {name: use.slots for name, use in many.stacks.items()} == {
+        f"32x16@{devices}": 1
+    }
     assert all(value > 0.99 for value in many.efficiency.values())
 
 
