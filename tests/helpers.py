@@ -59,6 +59,12 @@ def make(name, **kwargs):
     return TRANSFORMS[name](**kwargs)
 
 
+# Compiles a third faster, to slower code: for comparisons with a tolerance.
+quick_jit = functools.partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0}
+)
+
+
 def trace(tx, params, steps, *, jit=jax.jit):
     """Updates and states after each of `steps` (a list of gradient trees)."""
     update = jit(tx.update)

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_equal, mesh_of, normal_steps, partition, replicate, worst
+from helpers import (
+    assert_equal,
+    mesh_of,
+    normal_steps,
+    partition,
+    quick_jit,
+    replicate,
+    worst,
+)
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shampoo_optax as so
@@ -30,6 +38,7 @@ def placed_on(mesh):
     return None if mesh is None else so.Placement(mesh)
 
 
+@functools.cache  # one transform for a mesh: it compiles once
 def shampoo_on(mesh):
     """Sums, a late start and momentum: factors have full rank when they are rooted."""
     return so.shampoo(
@@ -45,6 +54,7 @@ def shampoo_on(mesh):
     )
 
 
+@functools.cache  # one transform for a mesh: it compiles once
 def soap_on(mesh):
     """No refresh within the steps: bases of rank-deficient factors are arbitrary."""
     return so.soap(1e-2, refresh_every=20, blocking=BLOCKING, placement=placed_on(mesh))
@@ -52,7 +62,7 @@ def soap_on(mesh):
 
 def advance(tx, state, steps, mesh):
     """The updates of some more steps, and the last state."""
-    update, params, updates = jax.jit(tx.update), replicate(PARAMS, mesh), []
+    update, params, updates = quick_jit(tx.update), replicate(PARAMS, mesh), []
     for grads in steps:
         update_now, state = update(replicate(grads, mesh), state, params)
         updates.append(update_now)
