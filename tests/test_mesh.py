@@ -155,10 +155,12 @@ def on_both(variant, steps):
     make = functools.partial(
         TRANSFORMS[name], blocking=so.Blocking(merge_to=None), **kwargs
     )
-    want, single = helpers.trace(make(), steps[0], steps, jit=quick_jit)
+    # SOAP's last bits, in float32, lie nearer to the bound.
+    jit = quick_jit if name == "shampoo" else jax.jit
+    want, single = helpers.trace(make(), steps[0], steps, jit=jit)
     tx = make(placement=placement_of(8))
     assert is_padded(plan_of(tx, steps[0]))
-    got, states = helpers.trace(tx, steps[0], steps, jit=quick_jit)
+    got, states = helpers.trace(tx, steps[0], steps, jit=jit)
     for counter in ("failures", "skipped"):
         for state in (states[-1], single[-1]):
             assert helpers.total(getattr(state, counter)) == 0
