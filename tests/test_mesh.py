@@ -83,7 +83,13 @@ def agrees(name, count, mesh):
 
 
 @pytest.mark.parametrize(
-    "mesh, count", [*itertools.product(MESHES, [1, 3, 8, 13]), (CROSSED, 13)], ids=str
+    "mesh, count",
+    [
+        *itertools.product(MESHES[:1], [1, 3, 8, 13]),
+        *itertools.product(MESHES[1:], [3, 13]),
+        (CROSSED, 13),
+    ],
+    ids=str,
 )
 def test_shampoo_on_a_mesh(mesh, count):
     """More than one block is handled bit for bit alike in every state."""
