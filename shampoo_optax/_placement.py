@@ -29,9 +29,9 @@ class Placement:
     (:func:`describe` shows it).
 
     With a `mesh` the update is called as any other, on whole arrays, jitted or not.
-    Without one it is called inside your own `jax.shard_map` over `axes`, with
-    `check_vma=False`, on one device's arrays: gradients that are equal on all devices,
-    or, with `reduce`, the gradients of each device's own loss.
+    Without one `init` and `update` are called inside your own `jax.shard_map` over
+    `axes`, with `check_vma=False`, on one device's arrays: gradients that are equal on
+    all devices, or, with `reduce`, the gradients of each device's own loss.
 
     With `reduce` their mean over `axes` is taken here, by the owners; over further
     axes take it before (`jax.lax.pmean`). Where blocks are even, the step then moves
@@ -76,24 +76,24 @@ class Placement:
       ValueError: if a field has a value other than those above.
 
     Examples:
-      >>> import jax, jax.numpy as jnp
+      >>> import functools, jax, jax.numpy as jnp
       >>> import shampoo_optax as so
       >>> mesh = jax.make_mesh((1,), ("data",))
       >>> tx = so.shampoo(1e-3, placement=so.Placement(mesh, axes="data"))
 
-      Inside a `shard_map` of your own, which has the gradients of each device's loss:
+      Inside a `shard_map` of your own, `init` too, on each device's own gradients:
 
+      >>> P = jax.sharding.PartitionSpec
       >>> tx = so.shampoo(1e-3, placement=so.Placement(axes="data", reduce=True))
-      >>> params = {"w": jnp.ones((3, 2))}
+      >>> params, batch = {"w": jnp.ones((3, 2))}, jnp.ones((4, 3))
+      >>> batch = jax.device_put(batch, jax.sharding.NamedSharding(mesh, P("data")))
       >>> specs = jax.tree.map(lambda s: s.spec, so.state_shardings(tx, params, mesh))
-      >>> whole = jax.sharding.PartitionSpec()
-      >>> update = jax.shard_map(
-      ...     tx.update,
-      ...     mesh=mesh,
-      ...     in_specs=(whole, specs, whole),
-      ...     out_specs=(whole, specs),
-      ...     check_vma=False,
-      ... )
+      >>> inside = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+      >>> loss = lambda params, batch: jnp.sum((batch @ params["w"]) ** 2)
+      >>> step = lambda p, state, b: tx.update(jax.grad(loss)(p, b), state, p)
+      >>> state = jax.jit(inside(tx.init, in_specs=P(), out_specs=specs))(params)
+      >>> step = inside(step, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
+      >>> updates, state = jax.jit(step)(params, state, batch)
 
     References:
       Shi et al., A Distributed Data-Parallel PyTorch Implementation of the
@@ -212,8 +212,8 @@ def owners_of(placement: Placement | None) -> int:
     if not all(map(_is_bound, placement.axes)):
         raise ValueError(
             "`placement` without a mesh must be used inside a jax.shard_map over the "
-            f"axes {placement.axes}; outside of one give a mesh (or a number of "
-            f"`devices`), got {placement!r}."
+            f"axes {placement.axes}, `init` too; outside of one give a mesh, or a "
+            f"number of `devices`, got {placement!r}."
         )
     return jax.lax.axis_size(placement.axes)
 
