@@ -157,9 +157,9 @@ def describe(
       >>> print(costs)
       ScaleByShampooState at [0]: parameters 2, blocks 5, stacks 2, owners 4
       <BLANKLINE>
-      stack        dtype  blocks  slots a device  padding
-      1024       float32       1               1    75.0%
-      1024x1024  float32       4               1     0.0%
+      stack          dtype  blocks  slots a device  padding
+      1024@4       float32       1               1    75.0%
+      1024x1024@4  float32       4               1     0.0%
       <BLANKLINE>
       state          a device  in total
       count               4 B       4 B
@@ -364,7 +364,7 @@ def _tables(part: Part) -> Iterator[str]:
         f"stacks {len(part.stacks)}, owners {part.owners}"
     )
     head = ("stack", "dtype", "blocks", "slots a device", "padding")
-    yield aligned(head, *map(_stack_row, part.stacks.values()))
+    yield aligned(head, *(_stack_row(*item) for item in part.stacks.items()))
     yield aligned(("state", "a device", "in total"), *_memory_rows(part.bytes))
     head = ("work of a device", "a step", "a refresh")
     yield aligned(head, *_work_rows(part.flops), *_wire_rows(part.wire))
@@ -372,10 +372,9 @@ def _tables(part: Part) -> Iterator[str]:
     yield aligned(("efficiency", *part.efficiency), ("", *values))
 
 
-def _stack_row(stack: StackUse) -> tuple[str, ...]:
-    block = "x".join(map(str, stack.block)) or "scalar"
+def _stack_row(name: str, stack: StackUse) -> tuple[str, ...]:
     numbers = map(str, (stack.dtype, stack.blocks, stack.slots))
-    return (block, *numbers, f"{stack.padding:.1%}")
+    return (name, *numbers, f"{stack.padding:.1%}")
 
 
 def _memory_rows(kinds: dict[str, Bytes]) -> Iterator[tuple[str, ...]]:

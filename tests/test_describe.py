@@ -342,9 +342,9 @@ def test_odd_trees(params, devices):
 TABLES = """\
 ScaleByShampooState at [0]: parameters 2, blocks 2, stacks 2, owners 4
 
-stack    dtype  blocks  slots a device  padding
-24     float32       1               1    75.0%
-40x24  float32       1               1    75.0%
+stack      dtype  blocks  slots a device  padding
+24@4     float32       1               1    75.0%
+40x24@4  float32       1               1    75.0%
 
 state          a device  in total
 count               4 B       4 B
