@@ -161,12 +161,10 @@ def on_both(variant, steps):
     make = functools.partial(
         TRANSFORMS[name], blocking=so.Blocking(merge_to=None), **kwargs
     )
-    # SOAP's last bits, in float32, lie nearer to the bound.
-    jit = quick_jit if name == "shampoo" else jax.jit
-    want, single = helpers.trace(make(), steps[0], steps, jit=jit)
+    want, single = helpers.trace(make(), steps[0], steps, jit=quick_jit)
     tx = make(placement=placement_of(8))
     assert is_padded(plan_of(tx, steps[0]))
-    got, states = helpers.trace(tx, steps[0], steps, jit=jit)
+    got, states = helpers.trace(tx, steps[0], steps, jit=quick_jit)
     for counter in ("failures", "skipped"):
         for state in (states[-1], single[-1]):
             assert helpers.total(getattr(state, counter)) == 0
@@ -175,12 +173,22 @@ def on_both(variant, steps):
 
 @pytest.mark.parametrize(
     "variant, shapes",
-    [("exponents", MIXED), ("soap", MIXED), ("newton", FEW), ("pseudo", FEW)],
-    ids=["exponents", "soap", "newton", "pseudo"],
+    [("exponents", MIXED), ("newton", FEW), ("pseudo", FEW)],
+    ids=["exponents", "newton", "pseudo"],
 )
 def test_orders_and_roots_in_padded_stacks(variant, shapes):
     got, want = on_both(variant, helpers.normal_steps(shapes, 20))
     assert error(got, want) <= 1e-6
+
+
+def in_float64(steps):
+    return jax.tree.map(lambda x: x.astype(jnp.float64), steps)
+
+
+def test_soap_in_padded_stacks(x64):
+    """Eigenvectors of close eigenvalues leave float32 few digits to compare."""
+    got, want = on_both("soap", in_float64(helpers.normal_steps(MIXED, 20)))
+    assert error(got, want) <= 1e-12
 
 
 @pytest.mark.parametrize("variant", ["exact newton", "soap"])
@@ -232,9 +240,9 @@ def slot_of(plan, params, name):
 
 
 @names
-def test_absent_and_bad_gradients(name):
+def test_absent_and_bad_gradients(x64, name):
     """One is not finite at the third step, one absent at the fourth."""
-    steps = helpers.normal_steps(SHAPES, 5)
+    steps = in_float64(helpers.normal_steps(SHAPES, 5))
     steps[3] = steps[3] | {"w": None}
     steps[2] = steps[2] | {"x": steps[2]["x"].at[1, 2].set(np.nan)}
     # A large eps, since a few gradients leave some second moments near 0.
@@ -246,7 +254,7 @@ def test_absent_and_bad_gradients(name):
     assert got[3]["w"] is None
     assert not np.any(got[2]["x"])
     for step in range(5):
-        assert helpers.worst(got[step], want[step]) <= 1e-6
+        assert helpers.worst(got[step], want[step]) <= 1e-12
     stack, slot = slot_of(plan_of(tx, steps[0]), SHAPES, "x")
     for state, other in zip(states, single, strict=True):
         wanted = int(int(state.count) > 2)
