@@ -171,13 +171,9 @@ def on_both(variant, steps):
     return got, want
 
 
-@pytest.mark.parametrize(
-    "variant, shapes",
-    [("exponents", MIXED), ("newton", FEW), ("pseudo", FEW)],
-    ids=["exponents", "newton", "pseudo"],
-)
-def test_orders_and_roots_in_padded_stacks(variant, shapes):
-    got, want = on_both(variant, helpers.normal_steps(shapes, 20))
+@pytest.mark.parametrize("variant", ["newton", "pseudo"])
+def test_roots_in_padded_stacks(variant):
+    got, want = on_both(variant, helpers.normal_steps(FEW, 20))
     assert error(got, want) <= 1e-6
 
 
@@ -185,9 +181,10 @@ def in_float64(steps):
     return jax.tree.map(lambda x: x.astype(jnp.float64), steps)
 
 
-def test_soap_in_padded_stacks(x64):
+@pytest.mark.parametrize("variant", ["exponents", "soap"])
+def test_orders_in_padded_stacks(x64, variant):
     """Eigenvectors of close eigenvalues leave float32 few digits to compare."""
-    got, want = on_both("soap", in_float64(helpers.normal_steps(MIXED, 20)))
+    got, want = on_both(variant, in_float64(helpers.normal_steps(MIXED, 20)))
     assert error(got, want) <= 1e-12
 
 
