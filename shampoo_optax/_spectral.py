@@ -38,8 +38,9 @@ def _check_matrices(stacks: dict[str, Stack]) -> None:
         if len(stack.block) != 2:
             raise ValueError(
                 "`params` must have blocks that are matrices, got one of shape "
-                f"{stack.block}; give other parameters to another transform by "
-                "`optax.partition`, and merge dimensions by `Blocking(merge_to=2)`."
+                f"{stack.block}; merge long kernels by `Blocking(block_size=None)`, "
+                "keep sides of 1 by `merge_to=None`, and give other parameters to "
+                "another transform by `optax.partition`."
             )
 
 
@@ -77,7 +78,7 @@ def scale_by_spectral_descent(
     graft_b2: ArrayLike = 0.99,
     graft_eps: ArrayLike = 1e-8,
     graft_drop_weighting: bool = False,
-    blocking: Blocking = Blocking(),
+    blocking: Blocking = Blocking(block_size=None),
     placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Replaces the singular values of gradients by 1, as Muon does.
@@ -89,11 +90,11 @@ def scale_by_spectral_descent(
       P = s(m, n)\, U V^\top, \qquad P \leftarrow P\, \|P_{graft}\| / \|P\|
 
     up to the precision of `method`, which also has the scale s, and with the second
-    step only where `graft` says so. Blocks are orthogonalized each on its own; with
-    `Blocking(block_size=None)` they are whole matrices. No factors are kept.
+    step only where `graft` says so. Blocks are orthogonalized each on its own; by
+    default they are whole matrices. No factors are kept.
 
-    Every block must be a matrix. Leave vectors, scalars and kernels that are not
-    merged to two dimensions to another transform, with `optax.partition`; `init`
+    Every block must be a matrix, once sides of 1 are dropped (`Blocking.merge_to`).
+    Leave vectors and scalars to another transform, with `optax.partition`; `init`
     refuses them, as the official package does.
 
     The whole of it runs in float32, or float64 for float64 parameters, with products
@@ -110,8 +111,8 @@ def scale_by_spectral_descent(
       start: the first step that is not left to the grafted method alone, an integer
         >= 1; without effect where there is none. Default 1.
       bias_correction: whether the filtered gradient is divided by the sum of its
-        weights, which is felt through grafting and nuclear scaling alone. Adam's
-        grafted moments always are. Default `True`.
+        weights, which is felt through grafting, nuclear scaling and `eps` of the
+        method alone. Adam's grafted moments always are. Default `True`.
       graft: the method whose step size each block takes: `"adam"`, `"rmsprop"`,
         `"adagrad"`, `"sgd"`, or `None`. Default `None`.
       graft_b2: decay rate of the grafted second moments, in [0, 1). Default 0.99.
@@ -119,7 +120,7 @@ def scale_by_spectral_descent(
       graft_drop_weighting: whether new second moments enter with weight 1 in place
         of 1 - graft_b2, without bias correction. Default `False`.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
-        `Blocking()`.
+        `Blocking(block_size=None)`: matrices stay whole.
       placement: the devices that averages and work are divided over, a
         :class:`Placement`. Default `None`: all stay on one device.
 
