@@ -134,7 +134,6 @@ FEW = {"b": (4,), "c": (6, 4), "d": (4, 5)}
 STEADY = dict(b2=1.0, graft_b2=0.9, refresh_every=5, relative_eps=0.1)
 AXES = {1: 0.25, 2: {0: 0.5, 1: 0.0}, 3: {0: 0.2, 2: 0.4}}
 VARIANTS = {
-    "eigh": ("shampoo", STEADY),
     "exponents": ("shampoo", STEADY | dict(exponents=AXES)),
     "newton": ("shampoo", STEADY | dict(root=so.CoupledNewton())),
     # Stopped earlier, the last iterate would depend on where the iteration started.
