@@ -8,7 +8,7 @@ import argparse
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ import shampoo_optax as so
 from benchmarks.hlo import Lines, collective_bytes, lines_of
 from benchmarks.mesh import mesh_of, provide, whole
 from benchmarks.shapes import MODELS
+from shampoo_optax._division import Shape, memory
 from shampoo_optax._tables import aligned
 
 OWNERS = (8, 64)
@@ -37,6 +38,13 @@ all-gather. Wire / all-reduce: bytes of the reduce-scatter and the all-gather of
 that also averages the gradients, over those of an all-reduce of the gradients, which is
 one of each. To reach: at 8 owners work 0.75 and memory 0.85 on ResNet-50, all of them
 0.95 on GPT-2 small; at 64 owners work and memory 0.95 on GPT 1.3B."""
+WAYS = """\
+## Three ways to divide blocks
+
+Efficiency as above at 8 owners. `exact` pads the blocks of each shape to full rounds.
+`deal` is what the package does. `greedy` gives the costliest block left to the device
+with least work, as the paper does; every device then needs a program of its own, whose
+size grows with the devices, so it is a yardstick here. Shapes: of the stacks."""
 COUNTS = """\
 ## One device: the plan beside the compiled program
 
@@ -66,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = "# Ownership: scale_by_shampoo() on a mesh, float32\n"
     for title, rows in (
         (EFFICIENCY, efficiencies()),
+        (WAYS, ways()),
         (COUNTS, counts()),
         (SIZE.format(rounds=ROUNDS), program_sizes()),
     ):
@@ -105,6 +114,49 @@ def efficiencies() -> Iterator[list[str]]:
             ]
             numbers = [f"{value:.3f}" for value in values]
             yield [model, str(owners), str(len(part.stacks)), *numbers]
+
+
+def ways(owners: int = 8) -> Iterator[list[str]]:
+    """Yields the heading, and three rows for each model."""
+    yield ["model", "way", "shapes", "work", "memory", "wire"]
+    for model in MODELS:
+        alone, dealt = (describe(model, n).parts[0].stacks for n in (1, owners))
+        blocks = Counter()
+        for stack in alone.values():
+            blocks[stack.block] += stack.blocks
+        rounds = {block: -(-n // owners) for block, n in blocks.items()}
+        deal = {stack.block: stack.slots for stack in dealt.values()}
+        for way, shares in (
+            ("exact", [rounds]),
+            ("deal", [deal]),
+            ("greedy", _greedy(blocks, owners)),
+        ):
+            values = (
+                _total(blocks, cost) / owners / max(_total(s, cost) for s in shares)
+                for cost in (_block_work, memory, math.prod)
+            )
+            shapes = str(len(set().union(*shares)))
+            yield [model, way, shapes, *(f"{value:.3f}" for value in values)]
+
+
+def _total(blocks: Mapping[Shape, int], cost: Callable[[Shape], float]) -> float:
+    return sum(n * cost(block) for block, n in blocks.items())
+
+
+def _block_work(block: Shape) -> float:
+    """Statistics and application, and a tenth of the decompositions."""
+    return 4 * math.prod(block) * sum(block) + 2.8 * sum(side**3 for side in block)
+
+
+def _greedy(blocks: Counter, owners: int) -> list[Counter]:
+    """The blocks of each owner, by longest work first."""
+    shares = [Counter() for _ in range(owners)]
+    load = [0.0] * owners
+    for block in sorted(blocks.elements(), key=_block_work, reverse=True):
+        owner = load.index(min(load))
+        shares[owner][block] += 1
+        load[owner] += _block_work(block)
+    return shares
 
 
 def wire_by_all_reduce(model: str, owners: int) -> float:

@@ -24,6 +24,18 @@ def test_models_are_divided_evenly(model, owners):
     assert {name: found[name] for name in bars if found[name] < bars[name]} == {}
 
 
+def test_ways_of_dividing():
+    """The benchmark's own arithmetic agrees with the plan's, and in its order."""
+    head, *rows = ownership.ways()
+    ways = {(model, way): values for model, way, _, *values in rows}
+    assert head[3:] == ["work", "memory", "wire"]
+    for model in MODELS:
+        exact, deal, greedy = (ways[model, way] for way in ("exact", "deal", "greedy"))
+        (part,) = so.describe(helpers.structs(MODELS[model]), devices=8).parts
+        assert deal[1:] == [f"{part.efficiency[name]:.3f}" for name in head[4:]]
+        assert float(exact[0]) < float(deal[0]) < float(greedy[0])
+
+
 def test_models_have_their_published_sizes():
     sizes = {name: sum(map(math.prod, shapes)) for name, shapes in MODELS.items()}
     assert sizes == {
