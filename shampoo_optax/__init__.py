@@ -11,15 +11,19 @@ from shampoo_optax._averaging import (
     train_params,
 )
 from shampoo_optax._chain import fill_absent
-from shampoo_optax._config import (
-    Blocking,
-    CoupledNewton,
-    Eigh,
-    HigherOrderNewton,
-    PseudoInverse,
-)
+from shampoo_optax._config import Axes, Blocking, Storage
 from shampoo_optax._decay import DecayWeightsState, decay_weights
 from shampoo_optax._describe import Description, describe
+from shampoo_optax._methods import (
+    CoupledNewton,
+    Eigendecomposed,
+    Eigh,
+    EighBasis,
+    HigherOrderNewton,
+    NewtonDB,
+    PseudoInverse,
+    QRBasis,
+)
 from shampoo_optax._placement import Placement
 from shampoo_optax._polar import NewtonSchulz, Svd
 from shampoo_optax._portable import (
@@ -39,21 +43,27 @@ from shampoo_optax._spectral import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Axes",
     "Blocking",
     "CoupledNewton",
     "DecayWeightsState",
     "Description",
+    "Eigendecomposed",
     "Eigh",
+    "EighBasis",
     "HigherOrderNewton",
     "IterateAveragingState",
+    "NewtonDB",
     "NewtonSchulz",
     "Placement",
     "PseudoInverse",
+    "QRBasis",
     "ScaleByMomentumState",
     "ScaleByShampooState",
     "ScaleBySignDescentState",
     "ScaleBySoapState",
     "ScaleBySpectralDescentState",
+    "Storage",
     "Svd",
     "abstract_state",
     "decay_weights",

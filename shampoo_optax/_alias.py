@@ -6,15 +6,9 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._chain import AliasDecay, descend
-from shampoo_optax._config import (
-    Blocking,
-    Eigh,
-    Exponents,
-    Graft,
-    Mask,
-    Root,
-    ScalarOrSchedule,
-)
+from shampoo_optax._checks import Exponents, Graft, Mask, ScalarOrSchedule
+from shampoo_optax._config import Blocking
+from shampoo_optax._methods import Eigh, Root
 from shampoo_optax._placement import Placement
 from shampoo_optax._shampoo import scale_by_shampoo
 from shampoo_optax._soap import scale_by_soap

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from shampoo_optax._config import (
+from shampoo_optax._checks import (
     Decay,
     ScalarOrSchedule,
     check_choice,

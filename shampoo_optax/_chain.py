@@ -8,7 +8,7 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._averaging import scale_by_momentum
-from shampoo_optax._config import (
+from shampoo_optax._checks import (
     Decay,
     Mask,
     ScalarOrSchedule,

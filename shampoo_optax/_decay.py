@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from shampoo_optax._config import (
+from shampoo_optax._checks import (
     Decay,
     Mask,
     ScalarOrSchedule,

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from shampoo_optax._blocking import unpadded_sides
-from shampoo_optax._config import check_integer
+from shampoo_optax._checks import check_integer
 from shampoo_optax._exchange import wires
 from shampoo_optax._flops import Flops, count_flops
 from shampoo_optax._layouts import layouts_of

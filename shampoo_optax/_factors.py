@@ -1,6 +1,7 @@
 """Kronecker factors: the statistics of each axis of each block, and their use."""
 
 import string
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +21,11 @@ from shampoo_optax._stacks import (
 
 
 def factored_axes(
-    orders: dict[str, int], options: Options
+    blocks: Mapping[str, tuple[int, ...]], options: Options
 ) -> dict[str, dict[str, float]]:
     """The exponents of the axes that have a factor: `{stack: {axis: e}}`."""
-    axes = {}
-    for name, order in orders.items():
-        exponents = {str(k): options.exponent(order, k) for k in range(order)}
-        exponents = {k: e for k, e in exponents.items() if e != 0}
-        if exponents:
-            axes[name] = exponents
-    return axes
+    axes = {name: options.factored_axes(block) for name, block in blocks.items()}
+    return {name: exponents for name, exponents in axes.items() if exponents}
 
 
 def full_axes(stacks: dict[str, Stack], axes: dict, fill) -> AxisStacks:

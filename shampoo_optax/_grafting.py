@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from shampoo_optax._config import Options, is_static
+from shampoo_optax._checks import is_static
+from shampoo_optax._config import Options
 from shampoo_optax._stacks import Stack, Stacks, join, per_slot, split
 
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 
-from shampoo_optax._config import CoupledNewton, HigherOrderNewton
+from shampoo_optax._methods import CoupledNewton, HigherOrderNewton
 from shampoo_optax._stacks import contract, traces
 
 _GROWTH = 1.2  # an error that grows by more than this has passed its minimum

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from shampoo_optax._config import check_choice, check_number
+from shampoo_optax._checks import check_choice, check_number
 
 Wire = Literal["float32", "bfloat16", "float16"]
 

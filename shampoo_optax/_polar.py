@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from shampoo_optax._config import check_choice, check_integer, check_number
+from shampoo_optax._checks import check_choice, check_integer, check_number
 from shampoo_optax._grafting import norms
 from shampoo_optax._stacks import contract, per_slot
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from shampoo_optax._config import Eigh, Iteration, Options, PseudoInverse, Root
+from shampoo_optax._config import Options
 from shampoo_optax._eigen import checked_eigh, scale_to_one
+from shampoo_optax._methods import Eigh, Iteration, PseudoInverse, Root
 from shampoo_optax._newton import add_to_diagonal, iterate_roots, largest_row_sum
 from shampoo_optax._refresh import refresh
 from shampoo_optax._stacks import AxisStacks, contract, per_slot, traces

@@ -8,7 +8,8 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from shampoo_optax._config import Blocking, Eigh, Exponents, Graft, Options, Root
+from shampoo_optax._checks import Exponents, Graft
+from shampoo_optax._config import Blocking, Options
 from shampoo_optax._factors import (
     apply_axes,
     factored_axes,
@@ -16,9 +17,10 @@ from shampoo_optax._factors import (
     identities,
     statistics_correction,
 )
+from shampoo_optax._methods import Eigh, Root
 from shampoo_optax._placement import Placement
 from shampoo_optax._roots import refresh_roots
-from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, orders_of
+from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, blocks_of
 from shampoo_optax._step import begin, factored_fields, finish, refresh_if_due
 from shampoo_optax._transform import Method, block_transform
 
@@ -51,13 +53,14 @@ class ScaleByShampooState(NamedTuple):
 def _step(options: Options, inputs: Inputs) -> tuple[Stacks, dict[str, Any]]:
     options = replace(options, **inputs.numbers)
     step = begin(inputs, options)
-    orders = {name: block.ndim - 1 for name, block in inputs.blocks.items()}
     refresh = partial(
         refresh_roots,
         step.factors,
         usable=step.usable,
         sides=inputs.sides,
-        exponents=factored_axes(orders, options),
+        exponents=factored_axes(
+            {name: block.shape[1:] for name, block in inputs.blocks.items()}, options
+        ),
         correction=statistics_correction(options, inputs.count),
         options=options,
     )
@@ -220,7 +223,7 @@ def scale_by_shampoo(
     )
 
     def init_fields(stacks: dict[str, Stack]) -> dict[str, Any]:
-        roots = full_axes(stacks, factored_axes(orders_of(stacks), options), identities)
+        roots = full_axes(stacks, factored_axes(blocks_of(stacks), options), identities)
         return dict(roots=roots, **factored_fields(stacks, options))
 
     return block_transform(

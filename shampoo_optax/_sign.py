@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from shampoo_optax._config import Blocking, Graft, Options, check_choice
+from shampoo_optax._checks import Graft, check_choice
+from shampoo_optax._config import Blocking, Options
 from shampoo_optax._placement import Placement
 from shampoo_optax._polar import check_scale
 from shampoo_optax._stacks import Inputs, Stacks, per_slot

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from shampoo_optax._config import Blocking, Graft, Options, check_exponents
+from shampoo_optax._checks import Graft, check_exponents
+from shampoo_optax._config import Blocking, Options
 from shampoo_optax._eigen import checked_eigh, scale_to_one
 from shampoo_optax._factors import (
     apply_axes,
@@ -24,7 +25,7 @@ from shampoo_optax._grafting import accumulate, zero_blocks
 from shampoo_optax._newton import add_to_diagonal, largest_row_sum
 from shampoo_optax._placement import Placement
 from shampoo_optax._refresh import refresh
-from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, orders_of
+from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, blocks_of
 from shampoo_optax._step import Step, begin, factored_fields, finish, refresh_if_due
 from shampoo_optax._transform import Method, block_transform
 
@@ -243,7 +244,7 @@ def scale_by_soap(
     def init_fields(stacks: dict[str, Stack]) -> dict[str, Any]:
         return dict(
             bases=full_axes(
-                stacks, factored_axes(orders_of(stacks), options), identities
+                stacks, factored_axes(blocks_of(stacks), options), identities
             ),
             moments=zero_blocks(stacks),
             **factored_fields(stacks, options),

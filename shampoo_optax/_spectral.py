@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from shampoo_optax._config import Blocking, Graft, Options
+from shampoo_optax._checks import Graft
+from shampoo_optax._config import Blocking, Options
 from shampoo_optax._placement import Placement
 from shampoo_optax._polar import NewtonSchulz, Polar, orthogonalize
 from shampoo_optax._stacks import Inputs, Stack, Stacks

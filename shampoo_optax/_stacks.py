@@ -20,9 +20,9 @@ class Stack(NamedTuple):
     size: int  # number of slots
 
 
-def orders_of(stacks: dict[str, Stack]) -> dict[str, int]:
-    """The number of axes of the blocks of each stack."""
-    return {name: len(stack.block) for name, stack in stacks.items()}
+def blocks_of(stacks: dict[str, Stack]) -> dict[str, tuple[int, ...]]:
+    """The shape of the blocks of each stack."""
+    return {name: stack.block for name, stack in stacks.items()}
 
 
 class Piece(NamedTuple):

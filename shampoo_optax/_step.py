@@ -31,9 +31,9 @@ from shampoo_optax._stacks import (
     Inputs,
     Stack,
     Stacks,
+    blocks_of,
     bundles,
     join,
-    orders_of,
     per_slot,
     split,
 )
@@ -64,7 +64,7 @@ def plain_fields(stacks: dict[str, Stack], options: Options) -> dict[str, Any]:
 
 def factored_fields(stacks: dict[str, Stack], options: Options) -> dict[str, Any]:
     """Those, and the fields that the states with factors share."""
-    axes = factored_axes(orders_of(stacks), options)
+    axes = factored_axes(blocks_of(stacks), options)
     return dict(
         factors=full_axes(stacks, axes, zeros),
         failures=_counters(stacks, axes),

@@ -1,0 +1,103 @@
+"""Checks of arguments, and the types that arguments have."""
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+from jax.typing import ArrayLike
+
+Graft = Literal["sgd", "adagrad", "rmsprop", "adam"]
+Decay = Literal["decoupled", "corrected", "independent"]
+
+Schedule = Callable[[jax.Array], ArrayLike]
+ScalarOrSchedule = ArrayLike | Schedule
+Exponents = Mapping[int, float | Mapping[int, float]]
+Mask = Any | Callable[[Any], Any]  # booleans like the parameters, or a prefix
+
+
+def is_known(value: Any) -> bool:
+    """Whether a value can be looked at while tracing."""
+    return not isinstance(value, jax.core.Tracer)
+
+
+def check_choice(name: str, value: Any, choices: tuple) -> None:
+    """Refuses a value that is none of the choices."""
+    if value not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"`{name}` must be one of {listed}, got {value!r}.")
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    low: float = 0.0,
+    high: float = math.inf,
+    positive: bool = False,
+) -> None:
+    """Refuses what is not a finite real scalar in [low, high]; lets tracers pass."""
+    if not is_known(value):
+        return
+    try:
+        number = math.nan if isinstance(value, str | bytes | bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    inside = low <= number <= high and not (positive and number == 0)
+    if not (math.isfinite(number) and inside):
+        bound = "above 0" if positive else f"of at least {low:g}"
+        bound += "" if math.isinf(high) else f" and at most {high:g}"
+        raise ValueError(f"`{name}` must be a finite number {bound}, got {value!r}.")
+
+
+def check_integer(name: str, value: Any, *, low: int = 1) -> None:
+    """Refuses what is not an int32 of at least `low`; lets tracers pass."""
+    if not is_known(value):
+        return
+    try:
+        valid = not isinstance(value, bool) and low <= operator.index(value) < 2**31
+    except TypeError:
+        valid = False
+    if not valid:
+        raise ValueError(
+            f"`{name}` must be an integer of at least {low} and below 2**31, "
+            f"got {value!r}."
+        )
+
+
+def check_rate(name: str, value: Any) -> None:
+    """Refuses a rate that is neither a schedule nor a finite number >= 0."""
+    if not callable(value):
+        check_number(name, value)
+
+
+def is_static(value: Any, number: float) -> bool:
+    """Whether a hyperparameter is a Python number equal to `number`.
+
+    An array (`optax.inject_hyperparams` makes every number one) never is, so that
+    the shape of the state does not depend on its value.
+    """
+    return isinstance(value, int | float) and value == number
+
+
+def check_exponents(exponents: Any, per_axis: bool = True) -> None:
+    """Refuses what does not map orders to exponents, or to exponents of axes."""
+    if exponents is None:
+        return
+    if not isinstance(exponents, Mapping):
+        raise ValueError(
+            f"`exponents` must be a mapping from orders, got {exponents!r}."
+        )
+    for order, override in exponents.items():
+        check_integer("exponents", order)
+        if per_axis and isinstance(override, Mapping):
+            for axis, exponent in override.items():
+                if isinstance(axis, bool) or axis not in range(order):
+                    raise ValueError(
+                        f"`exponents` must name axes below the order {order}, "
+                        f"got {axis!r}."
+                    )
+                check_number("exponents", exponent)
+        else:
+            check_number("exponents", override)

@@ -1,0 +1,332 @@
+"""Records that say how roots and bases are computed."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from shampoo_optax._checks import check_choice, check_integer, check_number
+
+Ridge = Literal["before", "after"]
+
+
+@dataclass(frozen=True)
+class Eigh:
+    r"""Inverse roots by eigendecomposition, with a ridge.
+
+    With :math:`L = Q \Lambda Q^\top` and the ridge
+    :math:`\rho = \max(\varepsilon, \varepsilon_{rel} \lambda_{max})` the root is
+    :math:`Q (\Lambda + \rho)^{-e} Q^\top`. Negative eigenvalues, which rounding
+    makes, are shifted to 0 first.
+
+    Args:
+      ridge: whether the absolute part of the ridge is added to the diagonal
+        `"before"` the decomposition or to the eigenvalues `"after"` it; the two
+        differ by rounding alone. Default `"before"`.
+      max_residual: a decomposition is refused when
+        :math:`\|(L - Q \Lambda Q^\top) v\| > r \lambda_{max} \|v\|` or
+        :math:`\|(I - Q Q^\top) v\| > r \|v\|` for a fixed probe v; r > 0, default
+        1e-2.
+
+    Raises:
+      ValueError: if a field has a value other than those above.
+
+    Examples:
+      >>> import shampoo_optax as so
+      >>> so.Eigh(ridge="after")
+      Eigh(ridge='after', max_residual=0.01)
+    """
+
+    ridge: Ridge = "before"
+    max_residual: float = 1e-2
+
+    def __post_init__(self):
+        check_choice("ridge", self.ridge, get_args(Ridge))
+        check_number("max_residual", self.max_residual, positive=True)
+
+
+@dataclass(frozen=True)
+class PseudoInverse:
+    r"""Inverse roots on the range of the factor, nothing outside of it.
+
+    Eigenvalues at or below :math:`\max(rtol \cdot \max(\lambda_{max}, 0), atol)`
+    count as 0 and stay 0 in the root; the others become :math:`\lambda^{-e}`. No
+    ridge is added: `eps` and `relative_eps` must be 0.
+
+    Args:
+      rtol: relative rank tolerance >= 0; `None` stands for the side of the factor
+        times the machine epsilon of its dtype. Default `None`.
+      atol: absolute rank tolerance >= 0. Default 0.
+      max_residual: as in :class:`Eigh`. Default 1e-2.
+
+    Raises:
+      ValueError: if a field has a value other than those above.
+
+    Examples:
+      >>> import shampoo_optax as so
+      >>> so.PseudoInverse(rtol=1e-6)
+      PseudoInverse(rtol=1e-06, atol=0.0, max_residual=0.01)
+    """
+
+    rtol: float | None = None
+    atol: float = 0.0
+    max_residual: float = 1e-2
+
+    def __post_init__(self):
+        if self.rtol is not None:
+            check_number("rtol", self.rtol)
+        check_number("atol", self.atol)
+        check_number("max_residual", self.max_residual, positive=True)
+
+
+@dataclass(frozen=True)
+class CoupledNewton:
+    r"""Inverse roots by a coupled Newton iteration: matrix products alone.
+
+    From :math:`z = (p + 1) / (2 \|A\|_F)`, :math:`X = z^{1/p} I` and
+    :math:`M = z A`, with A the factor and its ridge,
+
+    .. math::
+      S = (1 + 1/p) I - M / p, \qquad X \leftarrow X S, \qquad
+      M \leftarrow S^p M
+
+    until M is the identity; X then is :math:`A^{-1/p}`. It stops early where the
+    error :math:`\max |M - I|` grows by more than a fifth, or stands still below
+    1e-3. The relative ridge is in units of the largest row sum of |L|, a bound of
+    the largest eigenvalue. Exponents q/p other than 1/p are powers of the root.
+
+    Args:
+      max_iterations: an integer >= 1. Default 100.
+      tolerance: a factor is done when no entry of :math:`|M - I|` is above it,
+        >= 0. Default 1e-6.
+      max_residual: a root is refused when an entry of :math:`|A X^p - I|` is above
+        it, > 0. Default 0.1.
+
+    Raises:
+      ValueError: if a field has a value other than those above.
+
+    Examples:
+      >>> import shampoo_optax as so
+      >>> so.CoupledNewton(max_iterations=20)
+      CoupledNewton(max_iterations=20, tolerance=1e-06, max_residual=0.1)
+
+    References:
+      Guo and Higham, A Schur-Newton Method for the Matrix pth Root and its Inverse,
+      2006, https://doi.org/10.1137/050643374.
+    """
+
+    max_iterations: int = 100
+    tolerance: float = 1e-6
+    max_residual: float = 0.1
+
+    def __post_init__(self):
+        _check_iteration(self)
+
+
+@dataclass(frozen=True)
+class HigherOrderNewton:
+    r"""Inverse roots by a coupled iteration of any order: matrix products alone.
+
+    As :class:`CoupledNewton` with :math:`z = 1 / \mathrm{tr} A` and, after one
+    Newton step, the first `order` terms of the series of
+    :math:`(I - (I - M))^{-1/p}` as S.
+
+    Args:
+      order: number of terms, an integer >= 2. Default 3.
+      max_iterations: an integer >= 1. Default 100.
+      tolerance: a factor is done when no entry of :math:`|M - I|` is above it,
+        >= 0. Default 1e-8.
+      max_residual: a root is refused when an entry of :math:`|A X^p - I|` is above
+        it, > 0. Default 0.1.
+
+    Raises:
+      ValueError: if a field has a value other than those above.
+
+    Examples:
+      >>> import shampoo_optax as so
+      >>> so.HigherOrderNewton(order=4)
+      HigherOrderNewton(order=4, max_iterations=100, tolerance=1e-08, max_residual=0.1)
+
+    References:
+      Lakić, On the Computation of the Matrix k-th Root, 1998,
+      https://doi.org/10.1002/(SICI)1521-4001(199803)78:3%3C167::AID-ZAMM167%3E3.0.CO;2-R.
+    """
+
+    order: int = 3
+    max_iterations: int = 100
+    tolerance: float = 1e-8
+    max_residual: float = 0.1
+
+    def __post_init__(self):
+        check_integer("order", self.order, low=2)
+        _check_iteration(self)
+
+
+def _check_iteration(record) -> None:
+    check_integer("max_iterations", record.max_iterations)
+    check_number("tolerance", record.tolerance, high=1.0)
+    check_number("max_residual", record.max_residual, positive=True)
+
+
+@dataclass(frozen=True)
+class NewtonDB:
+    r"""Inverse square roots, halved again and again: matrix products alone.
+
+    With A the factor and its ridge, divided by an estimate of its largest
+    eigenvalue, the coupled iteration
+
+    .. math::
+      E = (3 I - Z Y) / 2, \qquad Y \leftarrow Y E, \qquad Z \leftarrow E Z
+
+    from :math:`Y = A, Z = I` goes to :math:`Y = A^{1/2}` and
+    :math:`Z = A^{-1/2}`. It is run again on :math:`A^{1/2}` for
+    :math:`A^{-1/4}`, and once more for :math:`A^{-1/8}`. Only the exponents 1, 1/2,
+    1/4 and 1/8 can be had.
+
+    Args:
+      max_iterations: for each square root, an integer >= 1. Default 30.
+      tolerance: a factor is done when no entry of :math:`|ZY - I|` is above it,
+        >= 0. Default 1e-6.
+      power_iterations: matrix-vector products in the estimate of the largest
+        eigenvalue, an integer >= 1. Default 10.
+      max_residual: a root is refused when an entry of :math:`|A X^p - I|` is above
+        it, > 0. Default 0.1.
+
+    Raises:
+      ValueError: if a field has a value other than those above.
+
+    Examples:
+      >>> import shampoo_optax as so
+      >>> tx = so.scale_by_shampoo(root=so.NewtonDB(max_iterations=12))
+
+    References:
+      Higham, Stable Iterations for the Matrix Square Root, 1997,
+      https://doi.org/10.1023/A:1019150005407.
+    """
+
+    max_iterations: int = 30
+    tolerance: float = 1e-6
+    power_iterations: int = 10
+    max_residual: float = 0.1
+
+    def __post_init__(self):
+        check_integer("power_iterations", self.power_iterations)
+        _check_iteration(self)
+
+
+Iteration = CoupledNewton | HigherOrderNewton | NewtonDB
+
+
+@dataclass(frozen=True)
+class EighBasis:
+    r"""Eigenvectors by eigendecomposition, or the old ones while they are good.
+
+    An old basis Q of a factor L is good while the off-diagonal part of
+    :math:`B = Q^\top L Q` has :math:`\|B - \mathrm{diag} B\|_F \le t \|B\|_F`.
+
+    Args:
+      tolerance: the t up to which an old basis is kept, in [0, 1]; 0 keeps none.
+        Default 0.
+      max_residual: as in :class:`Eigh`. Default 1e-2.
+
+    Raises:
+      ValueError: if a field has a value other than those above.
+
+    Examples:
+      >>> import shampoo_optax as so
+      >>> so.EighBasis(tolerance=0.1)
+      EighBasis(tolerance=0.1, max_residual=0.01)
+    """
+
+    tolerance: float = 0.0
+    max_residual: float = 1e-2
+
+    def __post_init__(self):
+        check_number("tolerance", self.tolerance, high=1.0)
+        check_number("max_residual", self.max_residual, positive=True)
+
+
+@dataclass(frozen=True)
+class QRBasis:
+    r"""Eigenvectors by QR iteration from the old ones.
+
+    From :math:`B = Q^\top L Q`, with :math:`B = Q' R` each time,
+
+    .. math:: B \leftarrow R Q', \qquad Q \leftarrow Q Q'
+
+    until :math:`\|B - \mathrm{diag} B\|_F \le t \|B\|_F`; then the columns are put
+    in the ascending order of their estimated eigenvalues, :math:`\mathrm{diag} B`.
+
+    Args:
+      max_iterations: an integer >= 1. Default 1.
+      tolerance: the t at which the iteration stops, in [0, 1]. Default 0.01.
+      max_residual: a basis is refused where :math:`\|(I - Q Q^\top) v\| > r \|v\|`
+        for a fixed probe v; r > 0. Default 1e-2.
+
+    Raises:
+      ValueError: if a field has a value other than those above.
+
+    Examples:
+      >>> import shampoo_optax as so
+      >>> so.QRBasis(max_iterations=5)
+      QRBasis(max_iterations=5, tolerance=0.01, max_residual=0.01)
+    """
+
+    max_iterations: int = 1
+    tolerance: float = 0.01
+    max_residual: float = 1e-2
+
+    def __post_init__(self):
+        check_integer("max_iterations", self.max_iterations)
+        check_number("tolerance", self.tolerance, high=1.0)
+        check_number("max_residual", self.max_residual, positive=True)
+
+
+Basis = EighBasis | QRBasis
+
+
+def check_basis(basis: Basis) -> None:
+    """Refuses what is no record of a basis."""
+    if not isinstance(basis, Basis):
+        raise ValueError(
+            f"`basis` must be an EighBasis or a QRBasis record, got {basis!r}."
+        )
+
+
+@dataclass(frozen=True)
+class Eigendecomposed:
+    r"""Keeps eigenvectors and eigenvalues; the root is formed when it is applied.
+
+    The gradient is rotated into the basis of every axis, scaled by the powers of
+    their eigenvalues, and rotated back: twice the products of a stored root at each
+    step, for bases that may be warm-started at a refresh.
+
+    Args:
+      basis: how the eigenvectors are computed, an :class:`EighBasis` or
+        :class:`QRBasis`. Default `EighBasis()`.
+      root: what becomes of the eigenvalues, an :class:`Eigh` (a ridge) or
+        :class:`PseudoInverse`. Default `Eigh()`.
+
+    Raises:
+      ValueError: if a field has a value other than those above.
+
+    Examples:
+      >>> import shampoo_optax as so
+      >>> root = so.Eigendecomposed(so.QRBasis(max_iterations=2))
+      >>> tx = so.scale_by_shampoo(root=root)
+    """
+
+    basis: Basis = EighBasis()
+    root: Eigh | PseudoInverse = Eigh()
+
+    def __post_init__(self):
+        check_basis(self.basis)
+        if not isinstance(self.root, Eigh | PseudoInverse):
+            raise ValueError(
+                f"`root` must be an Eigh or a PseudoInverse here, got {self.root!r}."
+            )
+
+    @property
+    def max_residual(self) -> float:
+        return self.basis.max_residual
+
+
+Root = Eigh | PseudoInverse | Iteration | Eigendecomposed
