@@ -14,6 +14,7 @@ from shampoo_optax._chain import fill_absent
 from shampoo_optax._config import Axes, Blocking, Storage
 from shampoo_optax._decay import DecayWeightsState, decay_weights
 from shampoo_optax._describe import Description, describe
+from shampoo_optax._kl import scale_by_kl_shampoo
 from shampoo_optax._methods import (
     CoupledNewton,
     Eigendecomposed,
@@ -72,6 +73,7 @@ __all__ = [
     "fill_absent",
     "from_portable",
     "primal_averaging",
+    "scale_by_kl_shampoo",
     "scale_by_momentum",
     "scale_by_shampoo",
     "scale_by_sign_descent",

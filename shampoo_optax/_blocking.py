@@ -51,19 +51,28 @@ def merge_shape(shape: Sequence[int], blocking: Blocking) -> tuple[int, ...]:
     return tuple(merged)
 
 
-def _pieces(side: int, block_size: int | None) -> list[tuple[int, int, int]]:
+def _length(side: int, limits: Sequence[int]) -> int:
+    """How many of the limits a side is above; 0 for what may be cut."""
+    return sum(side > limit for limit in limits)
+
+
+def _pieces(
+    side: int, block_size: int | None, limits: Sequence[int]
+) -> list[tuple[int, int, int]]:
     """The (start, count, size) of the full pieces of a side and of its remainder."""
-    size = side if block_size is None else min(side, block_size)
+    whole = block_size is None or _length(side, limits)
+    size = side if whole else min(side, block_size)
     count, rest = divmod(side, size)
     pieces = [(0, count, size)]
     return [*pieces, (count * size, 1, rest)] if rest else pieces
 
 
-def _boxes(merged: Sequence[int], blocking: Blocking):
+def _boxes(merged: Sequence[int], blocking: Blocking, limits: Sequence[int]):
     """The (start, grid, block) of the at most 2^order regions, row-major."""
     if 0 in merged:
         return
-    for pieces in itertools.product(*(_pieces(s, blocking.block_size) for s in merged)):
+    along = (_pieces(side, blocking.block_size, limits) for side in merged)
+    for pieces in itertools.product(*along):
         yield tuple(zip(*pieces, strict=True)) or ((), (), ())
 
 
@@ -79,7 +88,10 @@ def stack_name(block: Sequence[int], dtype: np.dtype, owners: int = 1) -> str:
 
 
 def plan_of(
-    leaves: Sequence[Any], blocking: Blocking, division: Division = UNDIVIDED
+    leaves: Sequence[Any],
+    blocking: Blocking,
+    division: Division = UNDIVIDED,
+    limits: Sequence[int] = (),
 ) -> Plan:
     """Deals the blocks of all parameters into stacks, in order of appearance.
 
@@ -87,21 +99,27 @@ def plan_of(
       leaves: arrays or `ShapeDtypeStruct`s; only shapes and dtypes are read.
       blocking: how to merge and cut them.
       division: how to deal the blocks to owners.
+      limits: sides that are above one are not cut, and share a stack with those
+        that are above the same ones alone.
     """
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
     merged = tuple(merge_shape(shape, blocking) for shape in shapes)
     regions = [
         Region(index, start, grid, block, division.axes(block), ())
         for index in range(len(leaves))
-        for start, grid, block in _boxes(merged[index], blocking)
+        for start, grid, block in _boxes(merged[index], blocking, limits)
     ]
     dtypes = [wide_dtype(leaves[region.leaf].dtype) for region in regions]
+    kinds = [
+        (dtype, *(_length(side, limits) for side in region.stacked if limits))
+        for region, dtype in zip(regions, dtypes, strict=True)
+    ]
     stacks, free = {}, {}
-    for dtype in dict.fromkeys(dtypes):
+    for kind in dict.fromkeys(kinds):
         counts = Counter()
-        for region, own in zip(regions, dtypes, strict=True):
-            counts[region.stacked] += region.size * (own == dtype)
-        _open_stacks(+counts, dtype, division, stacks, free)
+        for region, own in zip(regions, kinds, strict=True):
+            counts[region.stacked] += region.size * (own == kind)
+        _open_stacks(+counts, kind[0], division, stacks, free)
     placed = tuple(
         region._replace(pieces=tuple(_take(free[region.stacked, dtype], region.size)))
         for region, dtype in zip(regions, dtypes, strict=True)

@@ -1,6 +1,5 @@
 """Records that shape the state and the trace, and the arguments of a transform."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -106,10 +105,10 @@ class Axes:
                 check_integer(name, getattr(self, name))
 
     @property
-    def longest(self) -> float:
-        """The longest dimension that is cut into blocks."""
+    def limits(self) -> tuple[int, ...]:
+        """The lengths above which a dimension is not cut."""
         limits = (self.diagonal_above, self.skip_above)
-        return min((limit for limit in limits if limit is not None), default=math.inf)
+        return tuple(limit for limit in limits if limit is not None)
 
 
 @dataclass(frozen=True)
@@ -179,6 +178,7 @@ class Options:
     relative_eps: ArrayLike | None = None
     exponents: Exponents | None = None
     root: Root = Eigh()
+    default_exponent: float | None = None
     trace_scaling: ArrayLike = 0.0
     axes: Axes = Axes()
     storage: Storage = Storage()
@@ -271,7 +271,9 @@ class Options:
         if order < self.axes.min_order:
             return {}
         one_sided = order == 2 and side != "both"
-        default = 1 / 2 if one_sided else 1 / (2 * order)
+        default = self.default_exponent
+        if default is None:
+            default = 1 / 2 if one_sided else 1 / (2 * order)
         left = {"input": 1, "output": 0}[side] if one_sided else None
         override = (self.exponents or {}).get(order, {})
         if not isinstance(override, Mapping):
@@ -282,6 +284,13 @@ class Options:
             if axis != left and not self._is_skipped(length)
         }
         return {axis: e for axis, e in exponents.items() if e != 0}
+
+    @property
+    def fixed_orders(self) -> frozenset[int]:
+        """The orders of the blocks whose axes are told apart."""
+        overrides = (self.exponents or {}).items()
+        fixed = {order for order, e in overrides if isinstance(e, Mapping)}
+        return frozenset(fixed if self.axes.sides == "both" else {2, *fixed})
 
     def _is_skipped(self, length: int) -> bool:
         return self.axes.skip_above is not None and length > self.axes.skip_above

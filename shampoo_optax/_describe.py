@@ -18,6 +18,7 @@ from shampoo_optax._flops import Flops, count_flops
 from shampoo_optax._layouts import layouts_of
 from shampoo_optax._shampoo import scale_by_shampoo
 from shampoo_optax._stacks import Inputs, Plan
+from shampoo_optax._storage import is_diagonal
 from shampoo_optax._tables import aligned, human, human_bytes
 from shampoo_optax._transform import Layout
 
@@ -299,12 +300,16 @@ def _state_bytes(found: _Found) -> dict[str, Bytes]:
 
 
 def _statistics(plan: Plan, state: Any) -> int:
-    """Operations of the Gram products, 2 d for each entry of a block."""
+    """Operations of the Gram products, 2 d for each entry of a block.
+
+    Those of diagonal axes are entrywise, and not counted here.
+    """
     factors = getattr(state, "factors", {}) if plan.stacks else {}
     return sum(
         2 * stack.size * math.prod(stack.block) * stack.block[int(axis)]
         for name, stack in plan.share.items()
-        for axis in factors.get(name, {})
+        for axis, factor in factors.get(name, {}).items()
+        if not is_diagonal(factor)
     )
 
 

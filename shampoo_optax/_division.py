@@ -38,9 +38,15 @@ class Division(NamedTuple):
         return tuple(sorted(places, key=lambda axis: -block[axis]))
 
 
-def memory(block: Shape) -> float:
-    """Numbers kept for a block: factors and roots, two averages of its size."""
-    return 2 * sum(side**2 for side in block) + 2 * math.prod(block)
+def memory(block: Shape, sides: Sequence[int] | None = None) -> float:
+    """Numbers kept for a block: factors and roots, two averages of its size.
+
+    Args:
+      block: its shape.
+      sides: those of its axes that have whole factors. Default `None`: all.
+    """
+    sides = block if sides is None else sides
+    return 2 * sum(side**2 for side in sides) + 2 * math.prod(block)
 
 
 def polynomial(coefficients: Sequence[float]) -> Callable[[Shape], float]:

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from shampoo_optax._checks import is_static
 from shampoo_optax._config import Options
@@ -19,10 +19,10 @@ def keeps_moments(options: Options) -> bool:
     return options.graft not in (None, "sgd")
 
 
-def zero_blocks(stacks: dict[str, Stack]) -> Stacks:
+def zero_blocks(stacks: dict[str, Stack], dtype: DTypeLike | None = None) -> Stacks:
     """A zero for every entry of every block, `{stack: [n, *block]}`."""
     return {
-        name: jnp.zeros((stack.size, *stack.block), stack.dtype)
+        name: jnp.zeros((stack.size, *stack.block), dtype or stack.dtype)
         for name, stack in stacks.items()
     }
 

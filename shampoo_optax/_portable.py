@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shampoo_optax._layouts import layouts_of
 from shampoo_optax._stacks import Region
+from shampoo_optax._storage import is_packed, pack, side_of, unpack
 from shampoo_optax._transform import Layout
 
 
@@ -208,7 +209,7 @@ def to_portable(
         if not _is_ours(node):
             portable[name] = _on_host(held)
             return
-        held = jax.tree.map(_on_host, held)
+        held = _map_matrices(_unpacked, jax.tree.map(_on_host, held))
         portable[f"{name}.count"] = held.count
         for key, views, order in _entries(name, node.layout, held):
             portable[key] = np.concatenate(views).transpose(order)
@@ -227,7 +228,7 @@ def from_portable(
 
     The transform may have another :class:`Placement` than the one whose state was
     saved, or none. All else that shapes the state, such as `blocking`, must be the
-    same. What only pads a state becomes 0.
+    same, but for `storage`. What only pads a state becomes 0, or the identity.
 
     Args:
       tx: the transform that goes on.
@@ -268,7 +269,7 @@ def from_portable(
         name = jax.tree_util.keystr(path)
         if not _is_ours(node):
             return _cast(take(name, node.shape), node.dtype)
-        state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), node.state)
+        state = _blank(node.state)
         for key, views, order in _entries(name, node.layout, state):
             shape = (sum(map(len, views)), *views[0].shape[1:])
             blocks = take(key, tuple(shape[axis] for axis in order))
@@ -277,7 +278,7 @@ def from_portable(
             for view, part in zip(views, parts, strict=True):
                 view[...] = _cast(part, view.dtype)
         count = _cast(take(f"{name}.count", ()), state.count.dtype)
-        return state._replace(count=count)
+        return _map_matrices(_as_stored, state._replace(count=count), node.state)
 
     state = jax.tree_util.tree_map_with_path(write, tree, is_leaf=_is_ours)
     if unused:
@@ -317,6 +318,40 @@ def _cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return array.astype(dtype)
 
 
+def _blank(abstract: Any) -> Any:
+    """A state on the host that is 0, and where it has bases the identity."""
+    state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract)
+    state = _map_matrices(_unpacked, state)
+    for basis in jax.tree.leaves(getattr(state, "bases", {})):
+        if basis.ndim == 3:
+            basis[:] = np.eye(basis.shape[-1], dtype=basis.dtype)
+    return state
+
+
+def _map_matrices(function: Callable, *states: Any) -> Any:
+    """Maps what a state has for each axis of a stack; the rest stays as it is."""
+
+    def map_part(*parts: Any) -> Any:
+        if not isinstance(parts[0], dict):
+            return parts[0]
+        return {
+            name: jax.tree.map(function, axes, *(part[name] for part in parts[1:]))
+            if isinstance(axes, dict)
+            else axes
+            for name, axes in parts[0].items()
+        }
+
+    return type(states[0])(*map(map_part, *states))
+
+
+def _unpacked(stored: np.ndarray) -> np.ndarray:
+    return unpack(stored, side_of(stored)) if is_packed(stored) else stored
+
+
+def _as_stored(whole: np.ndarray, like: jax.ShapeDtypeStruct) -> np.ndarray:
+    return pack(whole) if is_packed(like) else whole
+
+
 def _entries(name: str, layout: Layout, state: Any) -> Iterator[tuple]:
     """The arrays of a state on the host, region by region.
 
@@ -336,9 +371,11 @@ def _entries(name: str, layout: Layout, state: Any) -> Iterator[tuple]:
                 yield f"{name}.{field}{end}", *_block_views(held, region)
                 continue
             for axis in held[0][0]:
-                side = slice(region.stacked[int(axis)])
-                views = [stack[axis][slots, side, side] for stack, slots in held]
-                yield f"{name}.{field}{end}/{region.axes[int(axis)]}", views, (0, 1, 2)
+                dims = range(held[0][0][axis].ndim)
+                sides = [slice(region.stacked[int(axis)])] * (len(dims) - 1)
+                views = [stack[axis][slots, *sides] for stack, slots in held]
+                key = f"{name}.{field}{end}/{region.axes[int(axis)]}"
+                yield key, views, tuple(dims)
 
 
 def _block_views(held: list, region: Region) -> tuple[list[np.ndarray], tuple]:

@@ -1,85 +1,189 @@
 """Recomputing what is derived from factors: one traced call a side, guarded."""
 
+import functools
+from collections import Counter
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from shampoo_optax._stacks import AxisStacks, per_slot, traces
+from shampoo_optax._storage import is_diagonal, load, side_of, store
+
+# What is kept of a refresh, by field of the state: matrices or eigenvalues.
+Derived = dict[str, AxisStacks]
+
+
+class Member(NamedTuple):
+    """The factors of one axis of one stack, among those of a call."""
+
+    stack: str
+    axis: str
+    slots: slice  # in the call
+
+
+class Batch(NamedTuple):
+    """The factors that are worked on in one call, N of one side d."""
+
+    factors: jax.Array  # [N, d, d], or [N, d] of diagonal axes
+    derived: dict[str, jax.Array]  # {field: [N, ...]}, what they had before
+    padding: jax.Array | None  # bool [N, d]: which rows and columns; None: none
+    members: tuple[Member, ...]
+
+    def per_factor(self, values: Callable[[str, str], float]) -> np.ndarray:
+        """An array `[N]` of a static number for each stack and axis."""
+        sizes = [member.slots.stop - member.slots.start for member in self.members]
+        return np.repeat([values(m.stack, m.axis) for m in self.members], sizes)
+
+
+class Fresh(NamedTuple):
+    """What a call gives."""
+
+    derived: dict[str, jax.Array]  # {field: [N, ...]}
+    residuals: jax.Array  # [N]; NaN where the method failed
+    iterations: jax.Array  # [N], int32; 0 where there are none
+
+
+class Report(NamedTuple):
+    """What a refresh says of each block, the worst of its axes."""
+
+    failed: dict[str, jax.Array]  # {stack: bool [n]}
+    residuals: dict[str, jax.Array]  # {stack: [n]}, float32
+    iterations: dict[str, jax.Array]  # {stack: [n]}, int32
 
 
 def refresh(
     factors: AxisStacks,
-    derived: AxisStacks,
+    derived: Derived,
+    report: Report,
     usable: dict[str, jax.Array],
     sides: dict[str, dict[str, jax.Array]],
-    compute: Callable[[jax.Array, jax.Array | None, list[tuple[str, str, int]]], tuple],
+    compute: Callable[[Batch], Fresh],
     max_residual: float,
     ridge: ArrayLike = 0.0,
     kind: Callable[[str, str], Hashable] = lambda name, axis: None,
-) -> tuple[AxisStacks, dict[str, jax.Array]]:
-    """Recomputes the matrices derived from the factors of all usable slots.
+) -> tuple[Derived, Report]:
+    """Recomputes what is derived from the factors of all usable slots.
 
-    A matrix stays as it was where its block has no usable gradient at this step,
-    where its factor is zero without a ridge, and where the new one is not finite or
-    has too large a residual; the last is a failure of the block.
+    All stays as it was where a block has no usable gradient at this step and where
+    its factor is zero without a ridge. What is not finite or has too large a residual
+    is refused, and the old is kept; that is a failure of the block.
 
     Args:
-      factors: `{stack: {axis: [n, d, d]}}`.
-      derived: like `factors`, the previous roots or bases.
+      factors: `{stack: {axis: stored factors}}`.
+      derived: `{field: {stack: {axis: [n, ...]}}}`, the previous roots or bases.
+      report: what was said at the last refresh.
       usable: `{stack: [n]}`, bool.
       sides: `{stack: {axis: [n]}}`, int32, the sides of the factors before padding,
         where there is any.
-      compute: maps all factors of one side `[N, d, d]`, where there is padding, bool
-        `[N, d]` or `None`, and the list of the (stack, axis, slots) that the factors
-        come from, to the new matrices and their residuals `[N]`.
+      compute: what is done with all factors of one side.
       max_residual: the largest residual that is not refused.
       ridge: what is added to the factors, if anything.
       kind: maps a stack and an axis to a key; only factors of equal keys share a
         call.
-
-    Returns:
-      the new matrices, and which blocks have failed, `{stack: bool [n]}`.
     """
-    fresh = {name: dict(axes) for name, axes in derived.items()}
-    failed = {name: jnp.zeros_like(usable[name]) for name in factors}
+    fresh = {
+        field: {name: dict(axes) for name, axes in stacks.items()}
+        for field, stacks in derived.items()
+    }
+    notes = {name: [] for name in factors}
     for members in _by_side(factors, kind).values():
-        batch = jnp.concatenate([factors[name][axis] for name, axis, _ in members])
-        matrices, residuals = compute(batch, _padding(sides, members, batch), members)
-        sound = jnp.all(jnp.isfinite(matrices), axis=(1, 2))
-        sound &= residuals <= max_residual
-        alive = (traces(batch) > 0) | (jnp.asarray(ridge) > 0)
-        stop = 0
+        batch = _batch(factors, derived, sides, members)
+        found = compute(batch)
+        alive = (_traces(batch.factors) > 0) | (jnp.asarray(ridge) > 0)
+        sound = _is_finite(found.derived) & (found.residuals <= max_residual)
         for name, axis, slots in members:
-            start, stop = stop, stop + slots
-            tried = usable[name] & alive[start:stop]
-            taken = per_slot(tried & sound[start:stop], batch)
-            fresh[name][axis] = jnp.where(
-                taken, matrices[start:stop], derived[name][axis]
-            )
-            failed[name] |= tried & ~sound[start:stop]
-    return fresh, failed
+            tried = usable[name] & alive[slots]
+            taken = tried & sound[slots]
+            for field, values in found.derived.items():
+                old = derived[field][name][axis]
+                new = store(values[slots], old)
+                fresh[field][name][axis] = jnp.where(per_slot(taken, old), new, old)
+            residuals, turns = found.residuals[slots], found.iterations[slots]
+            notes[name].append((tried, tried & ~sound[slots], residuals, turns))
+    return fresh, _report(report, notes)
 
 
-def _padding(sides: dict, members: list, batch: jax.Array) -> jax.Array | None:
+def _report(before: Report, notes: dict[str, list[tuple]]) -> Report:
+    """Puts together what was found of the axes of each stack."""
+    report = Report({}, {}, {})
+    for name, axes in notes.items():
+        tried, failed, residuals, turns = map(jnp.stack, zip(*axes, strict=True))
+        largest = jnp.finfo(jnp.float32).max
+        residuals = jnp.nan_to_num(residuals, nan=largest, posinf=largest)
+        worst = (
+            jnp.max(jnp.where(tried, x, 0), axis=0, initial=0)
+            for x in (residuals.astype(jnp.float32), turns)
+        )
+        tried = jnp.any(tried, axis=0)
+        report.failed[name] = jnp.any(failed, axis=0)
+        for kept, old, new in zip(report[1:], before[1:], worst, strict=True):
+            kept[name] = jnp.where(tried, new, old[name])
+    return report
+
+
+def _batch(
+    factors: AxisStacks, derived: Derived, sides: dict, members: list[Member]
+) -> Batch:
+    """Brings the factors of a call, and what was derived from them, together."""
+    held = {
+        field: [
+            load(stacks[name][axis])
+            for name, axis, _ in members
+            if axis in stacks.get(name, {})
+        ]
+        for field, stacks in derived.items()
+    }
+    return Batch(
+        jnp.concatenate([load(factors[name][axis]) for name, axis, _ in members]),
+        {field: jnp.concatenate(parts) for field, parts in held.items() if parts},
+        _padding(sides, members, factors),
+        tuple(members),
+    )
+
+
+def _traces(factors: jax.Array) -> jax.Array:
+    return jnp.sum(factors, axis=1) if is_diagonal(factors) else traces(factors)
+
+
+def _is_finite(derived: dict[str, jax.Array]) -> jax.Array:
+    finite = (
+        jnp.all(jnp.isfinite(values), axis=tuple(range(1, values.ndim)))
+        for values in derived.values()
+    )
+    return functools.reduce(jnp.logical_and, finite)
+
+
+def _padding(
+    sides: dict, members: list[Member], factors: AxisStacks
+) -> jax.Array | None:
     """Which rows and columns of each factor are padding, `[N, d]`, if any are."""
     if not any(name in sides for name, _, _ in members):
         return None
-    side = batch.shape[-1]
+    name, axis, _ = members[0]
+    side = side_of(factors[name][axis])
     own = [
-        jnp.asarray(sides[name][axis]) if name in sides else jnp.full(slots, side)
+        jnp.asarray(sides[name][axis])
+        if name in sides
+        else jnp.full(slots.stop - slots.start, side)
         for name, axis, slots in members
     ]
     return jnp.arange(side)[None] >= jnp.concatenate(own)[:, None]  # [N, d]
 
 
-def _by_side(factors: AxisStacks, kind: Callable[[str, str], Hashable]) -> dict:
-    """Groups the (stack, axis, slots) of all factors by side, dtype and kind."""
-    groups = {}
+def _by_side(
+    factors: AxisStacks, kind: Callable[[str, str], Hashable]
+) -> dict[Hashable, list[Member]]:
+    """The factors of all axes, by side, dtype and kind."""
+    groups, sizes = {}, Counter()
     for name, axes in factors.items():
         for axis, factor in axes.items():
-            key = (factor.shape[-1], factor.dtype, kind(name, axis))
-            group = groups.setdefault(key, [])
-            group.append((name, axis, len(factor)))
+            form = (is_diagonal(factor), side_of(factor), factor.dtype)
+            key = (*form, kind(name, axis))
+            slots = slice(sizes[key], sizes[key] + len(factor))
+            groups.setdefault(key, []).append(Member(name, axis, slots))
+            sizes[key] = slots.stop
     return groups

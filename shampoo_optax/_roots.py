@@ -8,11 +8,20 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from shampoo_optax._config import Options
-from shampoo_optax._eigen import checked_eigh, scale_to_one
-from shampoo_optax._methods import Eigh, Iteration, PseudoInverse, Root
+from shampoo_optax._eigen import checked_eigh, eigenbases, scale_to_one
+from shampoo_optax._methods import Eigendecomposed, Eigh, Iteration, Root
 from shampoo_optax._newton import add_to_diagonal, iterate_roots, largest_row_sum
-from shampoo_optax._refresh import refresh
+from shampoo_optax._powers import (
+    added_before,
+    diagonal_powers,
+    eigenvalue_powers,
+    relative_ridge,
+    rescaled,
+    side_lengths,
+)
+from shampoo_optax._refresh import Batch, Derived, Fresh, Report, refresh
 from shampoo_optax._stacks import AxisStacks, contract, per_slot, traces
+from shampoo_optax._storage import is_diagonal
 
 
 def inverse_roots(
@@ -22,7 +31,7 @@ def inverse_roots(
     eps: ArrayLike,
     relative_eps: ArrayLike,
     padding: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     r"""Computes :math:`(L + \rho I)^{-e}` for a batch of factors of one side.
 
     Args:
@@ -35,7 +44,8 @@ def inverse_roots(
       padding: bool `[n, d]`, which rows and columns are padding; `None`: none are.
 
     Returns:
-      the roots `[n, d, d]` and their residuals `[n]`; NaN where the method failed.
+      the roots `[n, d, d]`, their residuals `[n]`, NaN where the method failed, and
+      the iterations `[n]`.
     """
     eps = jnp.asarray(eps, factors.dtype)
     scaled, scale = scale_to_one(factors, eps)
@@ -50,32 +60,20 @@ def inverse_roots(
         roots, residual = iterate_roots(
             add_to_diagonal(scaled, ridge), float(exponents[0]), root
         )
-        return per_slot(undo, roots) * roots, residual
+        turns = jnp.zeros(len(residual), jnp.int32)
+        return per_slot(undo, roots) * roots, residual, turns
     before = isinstance(root, Eigh) and root.ridge == "before"
     values, vectors, residual = checked_eigh(
         add_to_diagonal(scaled, eps) if before else scaled
     )
-    powers = -jnp.asarray(exponents, scaled.dtype)[:, None]
-    if isinstance(root, PseudoInverse):
-        inside = values > _rank_cutoff(values, root, scale, padding)
-        weights = jnp.where(inside, jnp.where(inside, values, 1) ** powers, 0)
-    else:
-        added = eps if before else jnp.zeros_like(eps)
-        weights = _lifted(values, added, eps, relative_eps) ** powers
+    sides = side_lengths(scaled, padding)
+    added = eps if before else 0.0
+    weights = eigenvalue_powers(
+        values, exponents, root, eps, relative_eps, added, sides, scale
+    )
     half = vectors * jnp.sqrt(undo[:, None] * weights)[:, None, :]
-    return contract(half, half, "nij,nkj->nik"), residual
-
-
-def _lifted(
-    values: jax.Array, added: jax.Array, eps: jax.Array, relative_eps: jax.Array
-) -> jax.Array:
-    """The eigenvalues with the whole ridge, of which `added` is in them already.
-
-    A negative smallest one, which rounding makes, is shifted to 0 first.
-    """
-    ridge = jnp.maximum(eps, relative_eps * (values[:, -1] - added))
-    lift = ridge - added - jnp.minimum(values[:, 0] - added, 0)
-    return values + lift[:, None]
+    turns = jnp.zeros(len(residual), jnp.int32)
+    return contract(half, half, "nij,nkj->nik"), residual, turns
 
 
 def _mean_eigenvalue(matrices: jax.Array, padding: jax.Array) -> jax.Array:
@@ -84,32 +82,23 @@ def _mean_eigenvalue(matrices: jax.Array, padding: jax.Array) -> jax.Array:
     return (trace / jnp.sum(~padding, axis=1))[:, None]
 
 
-def _rank_cutoff(
-    values: jax.Array, root: PseudoInverse, scale: jax.Array, padding: jax.Array | None
-) -> jax.Array:
-    """The eigenvalue at and below which a direction is outside the range, `[n, 1]`."""
-    rtol = root.rtol
-    if rtol is None:
-        side = values.shape[-1] if padding is None else jnp.sum(~padding, axis=1)
-        rtol = side * jnp.finfo(values.dtype).eps
-    atol = jnp.asarray(root.atol, values.dtype) / scale
-    return jnp.maximum(rtol * jnp.maximum(values[:, -1], 0), atol)[:, None]
-
-
 def refresh_roots(
     factors: AxisStacks,
-    roots: AxisStacks,
+    derived: Derived,
+    report: Report,
+    *,
     usable: dict[str, jax.Array],
     sides: dict[str, dict[str, jax.Array]],
     exponents: dict[str, dict[str, float]],
     correction: jax.Array,
     options: Options,
-) -> tuple[AxisStacks, dict[str, jax.Array]]:
+) -> tuple[Derived, Report]:
     """Recomputes the roots of all usable slots from `factors / correction`.
 
     Args:
-      factors: `{stack: {axis: [n, d, d]}}`.
-      roots: like `factors`, the previous roots.
+      factors: `{stack: {axis: stored factors}}`.
+      derived: the previous `roots`, or `bases` and `eigenvalues`.
+      report: what was said at the last refresh.
       usable: `{stack: [n]}`, bool.
       sides: `{stack: {axis: [n]}}`, before padding, where there is any.
       exponents: `{stack: {axis: e}}`.
@@ -117,25 +106,29 @@ def refresh_roots(
       options: the transform's arguments.
 
     Returns:
-      the new roots and which blocks have failed, as :func:`refresh` says.
+      the new ones, and the new report, as :func:`refresh` says.
     """
-    root, relative_eps = options.root, options.relative_eps
-    if relative_eps is None:
-        relative_eps = 0.0 if isinstance(root, PseudoInverse) else 1e-6
+    root = options.root
 
-    def compute(batch, padding, members):
-        powers = np.concatenate(
-            [np.full(slots, exponents[name][axis]) for name, axis, slots in members]
-        )
-        batch = batch / correction.astype(batch.dtype)
-        return inverse_roots(batch, powers, root, options.eps, relative_eps, padding)
+    def compute(batch: Batch) -> Fresh:
+        matrices = rescaled(batch.factors, correction, options)
+        if isinstance(root, Eigendecomposed):
+            return _decomposed(matrices, batch, options)
+        powers = batch.per_factor(lambda name, axis: exponents[name][axis])
+        if is_diagonal(matrices):
+            roots = diagonal_powers(matrices, powers, batch.padding, options)
+            return Fresh({"roots": roots}, *_at_once(matrices))
+        ridges = options.eps, relative_ridge(options)
+        roots, *about = inverse_roots(matrices, powers, root, *ridges, batch.padding)
+        return Fresh({"roots": roots}, *about)
 
     def kind(name: str, axis: str) -> Hashable:
         return exponents[name][axis] if isinstance(root, Iteration) else None
 
     return refresh(
         factors,
-        roots,
+        derived,
+        report,
         usable,
         sides,
         compute,
@@ -143,3 +136,24 @@ def refresh_roots(
         ridge=options.eps,
         kind=kind,
     )
+
+
+def _decomposed(matrices: jax.Array, batch: Batch, options: Options) -> Fresh:
+    """Bases and eigenvalues, with the ridge where it is added before."""
+    eps = jnp.full(len(matrices), added_before(options), matrices.dtype)
+    if is_diagonal(matrices):
+        values = matrices + eps[:, None]
+        return Fresh({"eigenvalues": values}, *_at_once(matrices))
+    bases, values, *about = eigenbases(
+        add_to_diagonal(matrices, eps),
+        batch.derived["bases"],
+        options.root.basis,
+        batch.padding,
+    )
+    return Fresh({"bases": bases, "eigenvalues": values}, *about)
+
+
+def _at_once(matrices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The residuals and iterations of what needs none."""
+    size = len(matrices)
+    return jnp.zeros(size, matrices.dtype), jnp.zeros(size, jnp.int32)

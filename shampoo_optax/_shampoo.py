@@ -9,18 +9,20 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._checks import Exponents, Graft
-from shampoo_optax._config import Blocking, Options
+from shampoo_optax._config import Axes, Blocking, Options, Storage
 from shampoo_optax._factors import (
-    apply_axes,
     factored_axes,
-    full_axes,
-    identities,
+    factored_memory,
+    identity_bases,
+    identity_roots,
     statistics_correction,
+    unit_eigenvalues,
 )
-from shampoo_optax._methods import Eigh, Root
+from shampoo_optax._methods import Eigendecomposed, Eigh, Root
 from shampoo_optax._placement import Placement
+from shampoo_optax._preconditioning import precondition
 from shampoo_optax._roots import refresh_roots
-from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, blocks_of
+from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks
 from shampoo_optax._step import begin, factored_fields, finish, refresh_if_due
 from shampoo_optax._transform import Method, block_transform
 
@@ -33,42 +35,91 @@ class ScaleByShampooState(NamedTuple):
 
     Attributes:
       count: the number of steps taken, t.
-      factors: the statistics L of each axis (L and R in the papers).
-      roots: their inverse roots, the identity before the first refresh.
+      factors: the statistics L of each axis (L and R in the papers), in the form that
+        `storage` says; of diagonal axes the diagonals.
+      roots: their inverse roots, likewise, the identity before the first refresh;
+        empty with `Eigendecomposed`.
+      bases: with `Eigendecomposed` the eigenvectors, in columns, else empty.
+      eigenvalues: with `Eigendecomposed` theirs, else empty.
       graft_moments: second moments of the grafted method; empty without any.
       filtered: moving average of the gradient; empty where `b1` is 0.
       failures: how many new roots were refused, for each block.
+      residuals: the largest residual of a block's roots at its last refresh.
+      iterations: the most iterations of one of these; 0 without any.
       skipped: how many steps gave no finite direction, for each block.
     """
 
     count: jax.Array  # [], int32
-    factors: AxisStacks  # {stack: {axis: [n, d, d]}}, float32 or wider
-    roots: AxisStacks  # {stack: {axis: [n, d, d]}}, float32 or wider
+    factors: AxisStacks  # {stack: {axis: [n, d, d]}}, as in `storage`
+    roots: AxisStacks  # {stack: {axis: [n, d, d]}}, as in `storage`
+    bases: AxisStacks  # {stack: {axis: [n, d, d]}}, as in `storage`
+    eigenvalues: AxisStacks  # {stack: {axis: [n, d]}}, float32 or wider
     graft_moments: Stacks  # {stack: [n, *block]}, float32 or wider
-    filtered: Stacks  # {stack: [n, *block]}, float32 or wider
+    filtered: Stacks  # {stack: [n, *block]}, as in `storage`
     failures: dict[str, jax.Array]  # {stack: [n]}, int32
+    residuals: dict[str, jax.Array]  # {stack: [n]}, float32
+    iterations: dict[str, jax.Array]  # {stack: [n]}, int32
     skipped: dict[str, jax.Array]  # {stack: [n]}, int32
 
 
-def _step(options: Options, inputs: Inputs) -> tuple[Stacks, dict[str, Any]]:
+def shampoo_transform(
+    options: Options, placement: Placement | None, whitened: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """The transform on blocks with these arguments.
+
+    Args:
+      options: the arguments, checked.
+      placement: where blocks live.
+      whitened: whether the gradient enters the factor of an axis multiplied by the
+        roots of the others, as in KL-Shampoo.
+    """
+    method = Method(
+        ScaleByShampooState,
+        partial(_init_fields, options),
+        partial(_step, options, whitened),
+        partial(factored_memory, options),
+    )
+    return block_transform(method, options, placement)
+
+
+def _init_fields(options: Options, stacks: dict[str, Stack]) -> dict[str, Any]:
+    derived = dict(roots={}, bases={}, eigenvalues={})
+    if isinstance(options.root, Eigendecomposed):
+        derived |= dict(
+            bases=identity_bases(stacks, options),
+            eigenvalues=unit_eigenvalues(stacks, options),
+        )
+    else:
+        derived["roots"] = identity_roots(stacks, options)
+    return derived | factored_fields(stacks, options)
+
+
+def _step(
+    options: Options, whitened: bool, inputs: Inputs
+) -> tuple[Stacks, dict[str, Any]]:
     options = replace(options, **inputs.numbers)
-    step = begin(inputs, options)
-    refresh = partial(
+    shapes = {name: block.shape[1:] for name, block in inputs.blocks.items()}
+    exponents = factored_axes(shapes, options)
+    multiply = partial(
+        precondition, sides=inputs.sides, exponents=exponents, options=options
+    )
+
+    def whiten(name: str, block: jax.Array, axis: str) -> jax.Array:
+        return multiply({name: block}, inputs.fields, left_out=axis, back=False)[name]
+
+    step = begin(inputs, options, whiten if whitened else None)
+    recompute = partial(
         refresh_roots,
         step.factors,
         usable=step.usable,
         sides=inputs.sides,
-        exponents=factored_axes(
-            {name: block.shape[1:] for name, block in inputs.blocks.items()}, options
-        ),
+        exponents=exponents,
         correction=statistics_correction(options, inputs.count),
         options=options,
     )
-    roots, failures = refresh_if_due(step, refresh, inputs.fields["roots"])
-    directions, fields = finish(step, options, partial(apply_axes, roots))
-    return directions, dict(
-        fields, factors=step.factors, roots=roots, failures=failures
-    )
+    derived = refresh_if_due(step, recompute, ("roots", "bases", "eigenvalues"))
+    directions, fields = finish(step, options, partial(multiply, derived=derived))
+    return directions, dict(fields, factors=step.factors, **derived)
 
 
 def scale_by_shampoo(
@@ -87,7 +138,10 @@ def scale_by_shampoo(
     graft_b2: ArrayLike | None = None,
     graft_eps: ArrayLike = 1e-8,
     graft_drop_weighting: bool = False,
+    trace_scaling: ArrayLike = 0.0,
     root: Root = Eigh(),
+    axes: Axes = Axes(),
+    storage: Storage = Storage(),
     blocking: Blocking = Blocking(),
     placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -154,8 +208,16 @@ def scale_by_shampoo(
       graft_eps: added to the root of the grafted second moments, >= 0. Default 1e-8.
       graft_drop_weighting: `drop_weighting` for the grafted second moments. Default
         `False`.
+      trace_scaling: the a >= 0 of :math:`L_k / c` times :math:`\mathrm{tr}(L_k /
+        c)^{-a}`, which takes its place in the root; the official package has 0.5
+        where this is on. Default 0.
       root: how inverse roots are computed, an :class:`Eigh`, :class:`PseudoInverse`,
-        :class:`CoupledNewton` or :class:`HigherOrderNewton`. Default `Eigh()`.
+        :class:`CoupledNewton`, :class:`HigherOrderNewton`, :class:`NewtonDB` or
+        :class:`Eigendecomposed`. Default `Eigh()`.
+      axes: which axes have a factor, or a diagonal one, an :class:`Axes`. Default
+        `Axes()`: all have a whole one.
+      storage: in what form the state is kept, a :class:`Storage`. Default `Storage()`:
+        float32 or wider.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
         `Blocking()`.
       placement: the devices that statistics, roots and work are divided over, a
@@ -218,16 +280,11 @@ def scale_by_shampoo(
         graft_b2=graft_b2,
         graft_eps=graft_eps,
         graft_drop_weighting=graft_drop_weighting,
+        trace_scaling=trace_scaling,
         root=root,
+        axes=axes,
+        storage=storage,
         blocking=blocking,
     )
 
-    def init_fields(stacks: dict[str, Stack]) -> dict[str, Any]:
-        roots = full_axes(stacks, factored_axes(blocks_of(stacks), options), identities)
-        return dict(roots=roots, **factored_fields(stacks, options))
-
-    return block_transform(
-        Method(ScaleByShampooState, init_fields, partial(_step, options)),
-        options,
-        placement,
-    )
+    return shampoo_transform(options, placement)

@@ -11,21 +11,22 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._checks import Graft, check_exponents
-from shampoo_optax._config import Blocking, Options
-from shampoo_optax._eigen import checked_eigh, scale_to_one
+from shampoo_optax._config import Axes, Blocking, Options, Storage
+from shampoo_optax._eigen import eigenbases
 from shampoo_optax._factors import (
     apply_axes,
-    factored_axes,
-    full_axes,
-    identities,
+    factored_memory,
+    identity_bases,
     statistics_correction,
     statistics_weight,
 )
 from shampoo_optax._grafting import accumulate, zero_blocks
-from shampoo_optax._newton import add_to_diagonal, largest_row_sum
+from shampoo_optax._methods import Basis, EighBasis, check_basis
+from shampoo_optax._newton import add_to_diagonal
 from shampoo_optax._placement import Placement
-from shampoo_optax._refresh import refresh
-from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, blocks_of
+from shampoo_optax._powers import rescaled
+from shampoo_optax._refresh import Batch, Derived, Fresh, Report, refresh
+from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks
 from shampoo_optax._step import Step, begin, factored_fields, finish, refresh_if_due
 from shampoo_optax._transform import Method, block_transform
 
@@ -41,6 +42,8 @@ class ScaleBySoapState(NamedTuple):
       graft_moments: second moments of the grafted method; empty without any.
       filtered: moving average of the gradient; empty where `b1` is 0.
       failures: how many new bases were refused, for each block.
+      residuals: the largest residual of a block's bases at its last refresh.
+      iterations: the most iterations of one of these; 0 where the old ones were kept.
       skipped: how many steps gave no finite direction, for each block.
     """
 
@@ -51,18 +54,32 @@ class ScaleBySoapState(NamedTuple):
     graft_moments: Stacks  # {stack: [n, *block]}, float32 or wider
     filtered: Stacks  # {stack: [n, *block]}, float32 or wider
     failures: dict[str, jax.Array]  # {stack: [n]}, int32
+    residuals: dict[str, jax.Array]  # {stack: [n]}, float32
+    iterations: dict[str, jax.Array]  # {stack: [n]}, int32
     skipped: dict[str, jax.Array]  # {stack: [n]}, int32
 
 
-def _eigenbases(
-    factors: jax.Array, padding: jax.Array | None, _
-) -> tuple[jax.Array, jax.Array]:
-    scaled, _ = scale_to_one(factors)
-    if padding is not None:  # last in the order of eigenvalues, as in the block
-        above = 2 * largest_row_sum(scaled)
-        scaled = add_to_diagonal(scaled, jnp.where(padding, above[:, None], 0))
-    _, bases, residuals = checked_eigh(scaled)
-    return bases, residuals
+def _refresh_bases(
+    factors: AxisStacks,
+    derived: Derived,
+    report: Report,
+    *,
+    usable: dict[str, jax.Array],
+    sides: dict[str, dict[str, jax.Array]],
+    correction: jax.Array,
+    basis: Basis,
+    options: Options,
+) -> tuple[Derived, Report]:
+    def compute(batch: Batch) -> Fresh:
+        matrices = rescaled(batch.factors, correction, options)
+        ridge = jnp.full(len(matrices), options.eps, matrices.dtype)
+        old = batch.derived["bases"]
+        bases, _, *about = eigenbases(
+            add_to_diagonal(matrices, ridge), old, basis, batch.padding
+        )
+        return Fresh({"bases": bases}, *about)
+
+    return refresh(factors, derived, report, usable, sides, compute, basis.max_residual)
 
 
 def _update_moments(
@@ -99,31 +116,33 @@ def _divide_in_bases(
 
 
 def _step(
-    options: Options, exponents: Mapping[int, float], inputs: Inputs
+    options: Options, basis: Basis, exponents: Mapping[int, float], inputs: Inputs
 ) -> tuple[Stacks, dict[str, Any]]:
     options = replace(options, **inputs.numbers)
     step = begin(inputs, options)
+    correction = statistics_correction(options, inputs.count)
     recompute = partial(
-        refresh,
+        _refresh_bases,
         step.factors,
         usable=step.usable,
         sides=inputs.sides,
-        compute=_eigenbases,
-        max_residual=options.root.max_residual,
+        correction=correction,
+        basis=basis,
+        options=options,
     )
-    bases, failures = refresh_if_due(step, recompute, inputs.fields["bases"])
+    derived = refresh_if_due(step, recompute, ("bases",))
+    bases = derived["bases"]
     moments = _update_moments(inputs.fields["moments"], step, bases, options)
     direct = partial(
         _divide_in_bases,
         bases=bases,
         moments=moments,
-        correction=statistics_correction(options, inputs.count),
+        correction=correction,
         exponents=exponents,
         eps=options.eps,
     )
     directions, fields = finish(step, options, direct)
-    derived = dict(bases=bases, moments=moments, failures=failures)
-    return directions, dict(fields, factors=step.factors, **derived)
+    return directions, dict(fields, factors=step.factors, moments=moments, **derived)
 
 
 def scale_by_soap(
@@ -141,6 +160,9 @@ def scale_by_soap(
     graft_b2: ArrayLike | None = None,
     graft_eps: ArrayLike = 1e-8,
     graft_drop_weighting: bool = False,
+    basis: Basis = EighBasis(),
+    axes: Axes = Axes(),
+    storage: Storage = Storage(),
     blocking: Blocking = Blocking(),
     placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -184,6 +206,12 @@ def scale_by_soap(
       graft_eps: added to the root of the grafted second moments, >= 0. Default 1e-8.
       graft_drop_weighting: `drop_weighting` for the grafted second moments. Default
         `False`.
+      basis: how eigenvectors are computed, an :class:`EighBasis` or
+        :class:`QRBasis`. Default `EighBasis()`.
+      axes: which axes are rotated, an :class:`Axes`; a diagonal one is not. Default
+        `Axes()`: all.
+      storage: in what form the state is kept, a :class:`Storage`; bases are never
+        packed. Default `Storage()`: float32 or wider.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
         `Blocking()`.
       placement: the devices that statistics, bases and work are divided over, a
@@ -225,6 +253,7 @@ def scale_by_soap(
       Distributed Shampoo Optimizer, 2023, https://arxiv.org/abs/2309.06497.
     """
     check_exponents(exponents, per_axis=False)
+    check_basis(basis)
     options = Options(
         b1=b1,
         b2=b2,
@@ -238,18 +267,22 @@ def scale_by_soap(
         graft_b2=graft_b2,
         graft_eps=graft_eps,
         graft_drop_weighting=graft_drop_weighting,
+        axes=axes,
+        storage=storage,
         blocking=blocking,
     )
 
     def init_fields(stacks: dict[str, Stack]) -> dict[str, Any]:
         return dict(
-            bases=full_axes(
-                stacks, factored_axes(blocks_of(stacks), options), identities
-            ),
+            bases=identity_bases(stacks, options),
             moments=zero_blocks(stacks),
             **factored_fields(stacks, options),
         )
 
-    step = partial(_step, options, exponents or {})
-    method = Method(ScaleBySoapState, init_fields, step)
+    method = Method(
+        ScaleBySoapState,
+        init_fields,
+        partial(_step, options, basis, exponents or {}),
+        partial(factored_memory, options),
+    )
     return block_transform(method, options, placement)

@@ -139,6 +139,11 @@ def split(joined: Stacks, groups: dict[str, list[str]], like: Stacks) -> Stacks:
     return {name: stacks[name] for name in like}
 
 
+def cast_like(stacks: Stacks, like: Stacks) -> Stacks:
+    """Stacks in the dtypes of those of the same names."""
+    return {name: block.astype(like[name].dtype) for name, block in stacks.items()}
+
+
 def per_slot(values: jax.Array, like: jax.Array) -> jax.Array:
     """Reshapes `[n]` so that it broadcasts against a stack `[n, ...]`."""
     return values.reshape(values.shape + (1,) * (like.ndim - 1))

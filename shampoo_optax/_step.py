@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from shampoo_optax._config import Options
 from shampoo_optax._factors import (
+    Whiten,
     factored_axes,
-    full_axes,
     update_factors,
     usable_slots,
-    zeros,
+    zero_factors,
 )
 from shampoo_optax._grafting import (
     filter_gradient,
@@ -26,6 +26,7 @@ from shampoo_optax._grafting import (
     update_moments,
     zero_blocks,
 )
+from shampoo_optax._refresh import Derived, Report
 from shampoo_optax._stacks import (
     AxisStacks,
     Inputs,
@@ -33,6 +34,7 @@ from shampoo_optax._stacks import (
     Stacks,
     blocks_of,
     bundles,
+    cast_like,
     join,
     per_slot,
     split,
@@ -55,9 +57,10 @@ class Step(NamedTuple):
 
 def plain_fields(stacks: dict[str, Stack], options: Options) -> dict[str, Any]:
     """The initial values of the fields that all states have, `count` left out."""
+    dtype = options.storage.momentum
     return dict(
         graft_moments=zero_blocks(stacks) if keeps_moments(options) else {},
-        filtered=zero_blocks(stacks) if keeps_filtered(options) else {},
+        filtered=zero_blocks(stacks, dtype) if keeps_filtered(options) else {},
         skipped=_counters(stacks, stacks),
     )
 
@@ -66,8 +69,10 @@ def factored_fields(stacks: dict[str, Stack], options: Options) -> dict[str, Any
     """Those, and the fields that the states with factors share."""
     axes = factored_axes(blocks_of(stacks), options)
     return dict(
-        factors=full_axes(stacks, axes, zeros),
+        factors=zero_factors(stacks, options),
         failures=_counters(stacks, axes),
+        residuals={n: jnp.zeros(stacks[n].size, jnp.float32) for n in axes},
+        iterations=_counters(stacks, axes),
         **plain_fields(stacks, options),
     )
 
@@ -76,8 +81,14 @@ def _counters(stacks: dict[str, Stack], names: Iterable[str]) -> dict[str, jax.A
     return {name: jnp.zeros(stacks[name].size, jnp.int32) for name in names}
 
 
-def begin(inputs: Inputs, options: Options) -> Step:
-    """Finds the usable slots, and updates the factors, if there are any."""
+def begin(inputs: Inputs, options: Options, whiten: Whiten | None = None) -> Step:
+    """Finds the usable slots, and updates the factors, if there are any.
+
+    Args:
+      inputs: what the step is given.
+      options: the transform's arguments.
+      whiten: as in :func:`update_factors`. Default `None`.
+    """
     count, factors = inputs.count, inputs.fields.get("factors", {})
     groups = bundles(inputs.blocks)
     usable = usable_slots(inputs.present, inputs.blocks, factors, groups)
@@ -87,7 +98,7 @@ def begin(inputs: Inputs, options: Options) -> Step:
         for key, entry in join(inputs.blocks, groups).items()
     }
     blocks = split(entries, groups, inputs.blocks)
-    factors = update_factors(factors, blocks, usable, options)
+    factors = update_factors(factors, blocks, usable, options, whiten)
     every = jnp.asarray(options.refresh_every, jnp.int32)
     start = every if options.start is None else jnp.asarray(options.start, jnp.int32)
     due = (count == start) | ((count > start) & (count % every == 0))
@@ -109,23 +120,36 @@ def _entries_of(usable: dict, blocks: Stacks, groups: dict) -> dict[str, jax.Arr
 
 
 def refresh_if_due(
-    step: Step, refresh: Callable, derived: AxisStacks
-) -> tuple[AxisStacks, dict[str, jax.Array]]:
-    """Calls `refresh(derived)` at a refresh, else keeps `derived`.
+    step: Step,
+    recompute: Callable[[Derived, Report], tuple[Derived, Report]],
+    names: tuple[str, ...],
+) -> dict[str, Any]:
+    """Calls `recompute` at a refresh, else keeps what there is.
+
+    Args:
+      step: the step begun.
+      recompute: maps what is derived from factors, and the last report, to new ones.
+      names: the fields that are derived.
 
     Returns:
-      the roots or bases, and the counts of failures.
+      the new values of these fields, `failures`, `residuals` and `iterations`.
     """
-    failures = step.inputs.fields["failures"]
-
-    def keep(derived: AxisStacks) -> tuple[AxisStacks, dict[str, jax.Array]]:
-        return derived, {name: jnp.zeros_like(step.usable[name]) for name in failures}
-
-    if not isinstance(step.due, jax.core.Tracer):  # no compilation without jit
-        derived, failed = refresh(derived) if step.due else keep(derived)
-    else:
-        derived, failed = jax.lax.cond(step.due, refresh, keep, derived)
-    return derived, _add(failures, failed, step.groups)
+    fields = step.inputs.fields
+    derived = {name: fields[name] for name in names}
+    unfailed = {name: jnp.zeros_like(step.usable[name]) for name in fields["failures"]}
+    report = Report(unfailed, fields["residuals"], fields["iterations"])
+    if isinstance(step.due, jax.core.Tracer):
+        derived, report = jax.lax.cond(
+            step.due, recompute, lambda *kept: kept, derived, report
+        )
+    elif step.due:  # no compilation without jit
+        derived, report = recompute(derived, report)
+    return dict(
+        derived,
+        failures=_add(fields["failures"], report.failed, step.groups),
+        residuals=report.residuals,
+        iterations=report.iterations,
+    )
 
 
 def finish(
@@ -142,9 +166,10 @@ def finish(
       the directions, and the new values of the fields that all states have.
     """
     inputs, groups, kept = step.inputs, step.groups, step.kept
+    held = inputs.fields["filtered"]
     moments, filtered = (
-        join(inputs.fields[name], groups) if inputs.fields[name] else {}
-        for name in ("graft_moments", "filtered")
+        join(blocks, groups) if blocks else {}
+        for blocks in (inputs.fields["graft_moments"], cast_like(held, step.blocks))
     )
     moments = update_moments(moments, step.entries, kept, options)
     used, filtered = filter_gradient(
@@ -160,6 +185,7 @@ def finish(
     )
     still = {name: inputs.present[name] & ~slots for name, slots in moving.items()}
     skipped = _add(inputs.fields["skipped"], still, groups)
+    filtered = cast_like(filtered, held)
     return direction, dict(graft_moments=moments, filtered=filtered, skipped=skipped)
 
 

@@ -1,7 +1,8 @@
 """A transform from what it does in block space: reading, dealing, stepping, pasting."""
 
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from shampoo_optax._blocking import (
     unpadded_sides,
 )
 from shampoo_optax._config import Options
-from shampoo_optax._division import Division, memory, polynomial
+from shampoo_optax._division import Division, polynomial
 from shampoo_optax._exchange import gather, mean_own_blocks, own_blocks, own_tables
 from shampoo_optax._leaves import read_gradients, read_params
 from shampoo_optax._placement import (
@@ -39,6 +40,7 @@ class Method(NamedTuple):
     state: type  # a NamedTuple with a field `count`
     init: Callable[[dict[str, Stack]], dict[str, Any]]  # the state's other fields
     step: Callable[[Inputs], tuple[Stacks, dict[str, Any]]]  # directions and fields
+    memory: Callable[[tuple[int, ...]], float] = math.prod  # numbers kept for a block
 
 
 @dataclass(frozen=True)
@@ -56,14 +58,14 @@ class Layout:
         return jax.eval_shape(lambda: _first_state(self.method, self.plan.stacks))
 
 
-def _division(options: Options, placement: Placement | None, owners: int) -> Division:
+def _division(
+    method: Method, options: Options, placement: Placement | None, owners: int
+) -> Division:
     cost = "memory" if placement is None else placement.cost
-    overrides = (options.exponents or {}).items()
-    fixed = {order for order, override in overrides if isinstance(override, Mapping)}
     return Division(
         owners=owners,
-        cost=memory if cost == "memory" else polynomial(cost),
-        fixed=frozenset(fixed),
+        cost=method.memory if cost == "memory" else polynomial(cost),
+        fixed=options.fixed_orders,
     )
 
 
@@ -87,7 +89,7 @@ def block_transform(
 
     Args:
       method: what is done in block space.
-      options: the transform's arguments, of which `blocking`, `root` and `exponents`
+      options: the transform's arguments, of which `blocking`, `axes` and `exponents`
         say how blocks are cut and dealt.
       placement: where they live; `None` leaves all to one device.
     """
@@ -98,8 +100,8 @@ def block_transform(
 
     @functools.lru_cache
     def prepare(leaves: tuple[jax.ShapeDtypeStruct, ...], owners: int) -> tuple:
-        division = _division(options, placement, owners)
-        plan = plan_of(leaves, options.blocking, division)
+        division = _division(method, options, placement, owners)
+        plan = plan_of(leaves, options.blocking, division, options.axes.limits)
         inside = placement is not None and placement.mesh is None
         held = plan.share if inside else plan.stacks
         expected = jax.eval_shape(lambda: _first_state(method, held))

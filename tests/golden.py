@@ -7,6 +7,7 @@ commit f606606), run on fixed gradients; `meta["groups"]` holds its arguments.
 import dataclasses
 import json
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ DATA = pathlib.Path(__file__).parent / "data"
 _GRAFTS = {"SGD": "sgd", "AdaGrad": "adagrad", "RMSprop": "rmsprop", "Adam": "adam"}
 _DECAYS = {"DECOUPLED": "decoupled", "CORRECTED": "corrected"}
 _DECAYS["INDEPENDENT"] = "independent"
-_ROOT_INVERSES = ("RootInvShampoo", "EigendecomposedShampoo")
+_WHITENED = {"KLShampoo": so.scale_by_kl_shampoo, "Shampoo": so.scale_by_shampoo}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +91,17 @@ def _exponents(override: dict) -> dict:
     return {int(order): one(value) for order, value in override.items()}
 
 
+def _all_exponents(override: dict) -> dict:
+    """With the official default where nothing is said: 1 / (2 order)."""
+
+    def of_axes(order):
+        default, said = 1 / (2 * order), override.get(order, {})
+        said = said if isinstance(said, dict) else dict.fromkeys(range(order), said)
+        return {axis: said.get(axis, default) for axis in range(order)}
+
+    return {order: of_axes(order) for order in range(1, 5)}
+
+
 def root_of(method: dict) -> dict:
     """The root record of an official configuration, and the ridges that it names."""
     options = {key: value for key, value in method.items() if key != "type"}
@@ -119,6 +131,23 @@ def _decomposition(options: dict):
     _take(stability, "perturb_before_computation")
     before = stability.get("perturb_before_computation", True)
     return so.Eigh(ridge="before" if before else "after")
+
+
+def basis_of(method: dict):
+    """The record of an official way to eigenvectors."""
+    options = {key: value for key, value in method.items() if key != "type"}
+    if method["type"] == "QR":
+        _take(options, "max_iterations", "tolerance")
+        return so.QRBasis(**options)
+    assert method["type"] in ("Eigh", "Eigen")
+    _take(options, "tolerance", "rank_deficient_stability")
+    return so.EighBasis(options.get("tolerance", 0.0))
+
+
+def _eigendecomposed(method: dict) -> dict:
+    stability = {k: v for k, v in method.items() if k == "rank_deficient_stability"}
+    root = so.Eigendecomposed(basis_of(method), _decomposition(stability))
+    return dict(root=root, relative_eps=0.0)
 
 
 def _graft(options: dict) -> dict:
@@ -168,21 +197,26 @@ def _direction(group: dict, steps: int):
     if method["type"] in ("SpectralDescent", "SignDescent"):
         return _without_factors(group)
     known = ("inverse_exponent_override", "drop_weighting_factor_on_gsquare")
-    _take(method, "amortized_computation", *known)
+    scaling = ("use_trace_scaling", "trace_scaling_exponent")
+    _take(method, "amortized_computation", *known, *scaling)
     grafting = group["grafting"]
     arguments = factored_arguments(group) | dict(
         drop_weighting=method.get("drop_weighting_factor_on_gsquare", False),
         exponents=_exponents(method.get("inverse_exponent_override", {})),
         **(_graft(grafting) if grafting else {"graft": None}),
     )
-    root = root_of(method["amortized_computation"])
-    if method["type"] in _ROOT_INVERSES:
-        return so.scale_by_shampoo(**arguments | root)
+    computation = method["amortized_computation"]
     if method["type"] == "EigenvalueCorrectedShampoo":
-        # A ridge does not move eigenvectors.
-        assert isinstance(root["root"], so.Eigh)
-        return so.scale_by_soap(**arguments)
-    raise NotImplementedError(f"no translation of the method {method}")
+        return so.scale_by_soap(**arguments, basis=basis_of(computation))
+    if method.get("use_trace_scaling", False):
+        arguments["trace_scaling"] = method.get("trace_scaling_exponent", 0.5)
+    form, kind = re.fullmatch(
+        "(RootInv|Eigendecomposed)(Shampoo|KLShampoo)", method["type"]
+    ).groups()
+    if kind == "KLShampoo":
+        arguments["exponents"] = _all_exponents(arguments["exponents"])
+    root = (root_of if form == "RootInv" else _eigendecomposed)(computation)
+    return _WHITENED[kind](**arguments | root)
 
 
 _SIGN_SCALES = {"one": None, "sum(abs(g))": "l1"}

@@ -1,0 +1,153 @@
+"""KL-Shampoo: factors of the gradient that the other factors have whitened."""
+
+import optax
+from jax.typing import ArrayLike
+
+from shampoo_optax._checks import Exponents, Graft
+from shampoo_optax._config import Axes, Blocking, Options, Storage
+from shampoo_optax._methods import Eigh, Root
+from shampoo_optax._placement import Placement
+from shampoo_optax._shampoo import shampoo_transform
+
+
+def scale_by_kl_shampoo(
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.99,
+    eps: ArrayLike = 0.0,
+    *,
+    relative_eps: ArrayLike | None = None,
+    b3: ArrayLike | None = None,
+    refresh_every: ArrayLike = 10,
+    start: ArrayLike | None = None,
+    bias_correction: bool = True,
+    drop_weighting: bool = False,
+    exponents: Exponents | None = None,
+    graft: Graft | None = "adam",
+    graft_b2: ArrayLike | None = None,
+    graft_eps: ArrayLike = 1e-8,
+    graft_drop_weighting: bool = False,
+    trace_scaling: ArrayLike = 0.0,
+    root: Root = Eigh(),
+    axes: Axes = Axes(),
+    storage: Storage = Storage(),
+    blocking: Blocking = Blocking(),
+    placement: Placement | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Preconditions gradients by the Kronecker factors of KL-Shampoo.
+
+    As :func:`scale_by_shampoo`, but the gradient enters the factor of an axis
+    multiplied by the current roots of the other axes, :math:`R_j`, which are the
+    identity before the first refresh:
+
+    .. math::
+      L_k \leftarrow b_2 L_k + w\, H_{(k)} H_{(k)}^\top, \qquad
+      H = G_t \times_{j \ne k} R_j
+
+    With exponents of 1/2, for a matrix :math:`L \leftarrow b_2 L + w\, G R^{-1}
+    G^\top` and the direction :math:`L^{-1/2} \hat G R^{-1/2}`, the factors follow
+    those that are nearest, in the Kullback-Leibler divergence, to the second moment
+    of the gradient, up to a factor that grafting takes out. Of vectors they are those
+    of Shampoo. A block whose whitened gradient would overflow a factor leaves that
+    factor as it is.
+
+    Args:
+      b1: decay rate of the filtered gradient, in [0, 1); 0 takes the gradient as it
+        is and stores nothing. Default 0.9.
+      b2: decay rate of the factors, in [0, 1]; 1 makes them sums, as AdaGrad does.
+        Default 0.99.
+      eps: ridge added to the eigenvalues of a factor, >= 0, in units of the squared
+        gradient. Default 0.
+      relative_eps: ridge in units of a factor's largest eigenvalue, >= 0; the larger
+        ridge counts. Default `None`: 1e-6, or 0 with `PseudoInverse`.
+      b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
+        looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
+      refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
+      start: step of the first refresh, an integer >= `refresh_every`, which `None`
+        stands for; until then the grafted method alone moves the parameters, or
+        the plain gradient where there is none. Default `None`.
+      bias_correction: whether factors and filtered gradient are divided by the sum of
+        their weights. Adam's grafted moments always are. Default `True`.
+      drop_weighting: whether new statistics enter with weight 1 in place of 1 - b2,
+        without bias correction. Default `False`.
+      exponents: overrides of e by the order of a block, `{order: e}` or
+        `{order: {axis: e}}` with e >= 0; an axis with 0 has no factor and is left
+        alone. Default `None`: 1/2, with which the method minimises its divergence;
+        the official package has 1 / (2 * order).
+      graft: the method whose step size each block takes: `"adam"`, `"rmsprop"`,
+        `"adagrad"`, `"sgd"`, or `None`. Default `"adam"`.
+      graft_b2: decay rate of the grafted second moments, in [0, 1); `None` stands for
+        `b2`. Default `None`.
+      graft_eps: added to the root of the grafted second moments, >= 0. Default 1e-8.
+      graft_drop_weighting: `drop_weighting` for the grafted second moments. Default
+        `False`.
+      trace_scaling: the a >= 0 of :math:`L_k / c` times :math:`\mathrm{tr}(L_k /
+        c)^{-a}`, which takes its place in the root; the official package has 0.5
+        where this is on. Default 0.
+      root: how inverse roots are computed, an :class:`Eigh`, :class:`PseudoInverse`,
+        :class:`CoupledNewton`, :class:`HigherOrderNewton`, :class:`NewtonDB` or
+        :class:`Eigendecomposed`. Default `Eigh()`.
+      axes: which axes have a factor, or a diagonal one, an :class:`Axes`. Default
+        `Axes()`: all have a whole one.
+      storage: in what form the state is kept, a :class:`Storage`. Default `Storage()`:
+        float32 or wider.
+      blocking: how parameters are merged and cut, a :class:`Blocking`. Default
+        `Blocking()`.
+      placement: the devices that statistics, roots and work are divided over, a
+        :class:`Placement`. Default `None`: all stay on one device.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` whose state is a
+      :class:`ScaleByShampooState`. Updates have the shapes and dtypes of the
+      gradients.
+
+    Raises:
+      ValueError: if an argument has a value other than those above; in `init` or
+        `update`, if a leaf is not a real floating-point array, or the gradients'
+        paths or shapes are not those of the parameters.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import shampoo_optax as so
+      >>> tx = optax.chain(
+      ...     so.scale_by_kl_shampoo(refresh_every=2), optax.scale_by_learning_rate(0.1)
+      ... )
+      >>> f = lambda w: jnp.sum(w**2)
+      >>> w = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> state = tx.init(w)
+      >>> for _ in range(5):
+      ...     updates, state = tx.update(jax.grad(f)(w), state, w)
+      ...     w = optax.apply_updates(w, updates)
+      ...     print(f"{f(w):.2f}")
+      28.04
+      27.78
+      27.57
+      27.31
+      26.85
+
+    References:
+      Lin et al., Understanding and Improving Shampoo and SOAP via Kullback-Leibler
+      Minimization, 2025, https://arxiv.org/abs/2509.03378.
+    """
+    options = Options(
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        relative_eps=relative_eps,
+        b3=b3,
+        refresh_every=refresh_every,
+        start=start,
+        bias_correction=bias_correction,
+        drop_weighting=drop_weighting,
+        exponents=exponents,
+        default_exponent=1 / 2,
+        graft=graft,
+        graft_b2=graft_b2,
+        graft_eps=graft_eps,
+        graft_drop_weighting=graft_drop_weighting,
+        trace_scaling=trace_scaling,
+        root=root,
+        axes=axes,
+        storage=storage,
+        blocking=blocking,
+    )
+    return shampoo_transform(options, placement, whitened=True)

@@ -1,0 +1,139 @@
+"""How factors and roots lie in memory: whole, as one triangle, or as a diagonal.
+
+A factor of side d is `[n, d, d]`, packed `[n, d / 2, d + 1]` for even and
+`[n, (d + 1) / 2, d]` for odd d, or, of a diagonal axis, `[n, d]`. With
+
+    A = [[P, B], [Bᵀ, S]],
+
+P of side h = ceil(d / 2), a packed row holds a row of P above its diagonal and one of
+S below its own, folded into one square, and then a row of B. That takes shifts and
+selections, no gathers.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from shampoo_optax._stacks import Stack, traces
+
+
+def packed_shape(side: int) -> tuple[int, int]:
+    """The shape of the triangle of a matrix of this side."""
+    return (side // 2, side + 1) if side % 2 == 0 else (side // 2 + 1, side)
+
+
+def _holds_first(side: int) -> np.ndarray:
+    """Where the folded square of a packed matrix holds P, bool `[h, c]`."""
+    half, columns = packed_shape(side)
+    row, column = np.indices((half, columns - side // 2))
+    return column > row if side % 2 == 0 else column >= row
+
+
+def _library(array: jax.Array | np.ndarray) -> Any:
+    """Arrays on the host stay there, with all their digits."""
+    return np if isinstance(array, np.ndarray) else jnp
+
+
+def pack(matrices: jax.Array) -> jax.Array:
+    """One triangle of each symmetric matrix, `[n, d, d]` to `[n, rows, columns]`."""
+    xp, side = _library(matrices), matrices.shape[-1]
+    holds_first = _holds_first(side)
+    half = len(holds_first)
+    first, beside = matrices[:, :half, :half], matrices[:, :half, half:]
+    second = matrices[:, half:, half:]
+    if side % 2 == 0:
+        first = xp.pad(first, ((0, 0), (0, 0), (1, 0)))
+        second = xp.pad(second, ((0, 0), (0, 0), (0, 1)))
+    else:
+        second = xp.pad(second, ((0, 0), (1, 0), (0, 1)))
+    folded = xp.where(holds_first[None], first, second)
+    return xp.concatenate([folded, beside], axis=2)
+
+
+def unpack(packed: jax.Array, side: int) -> jax.Array:
+    """The symmetric matrices of packed ones, `[n, side, side]`."""
+    xp, holds_first = _library(packed), _holds_first(side)
+    width = holds_first.shape[1]
+    folded, beside = packed[:, :, :width], packed[:, :, width:]
+    if side % 2 == 0:
+        first, second = folded[:, :, 1:], folded[:, :, :-1]
+    else:
+        first, second = folded, folded[:, 1:, :-1]
+    first = _mirrored(first, upper=True)
+    second = _mirrored(second, upper=False)
+    top = xp.concatenate([first, beside], axis=2)
+    bottom = xp.concatenate([beside.mT, second], axis=2)
+    return xp.concatenate([top, bottom], axis=1)
+
+
+def _mirrored(squares: jax.Array, upper: bool) -> jax.Array:
+    """Symmetric matrices from one triangle of squares, `[n, h, h]`."""
+    xp = _library(squares)
+    row, column = np.indices(squares.shape[1:])
+    kept = column >= row if upper else column <= row
+    return xp.where(kept[None], squares, squares.mT)
+
+
+def is_diagonal(stored: jax.Array) -> bool:
+    """Whether only the diagonals of matrices are kept, `[n, d]`."""
+    return stored.ndim == 2
+
+
+def is_packed(stored: jax.Array) -> bool:
+    """Whether matrices are kept as one triangle."""
+    return not is_diagonal(stored) and stored.shape[1] != stored.shape[2]
+
+
+def side_of(stored: jax.Array) -> int:
+    """The side d of matrices in any of the forms."""
+    rows, columns = stored.shape[-2:]
+    return 2 * rows if is_packed(stored) and columns == 2 * rows + 1 else columns
+
+
+def _widened(stored: jax.Array) -> jax.Array:
+    return stored.astype(jnp.promote_types(stored.dtype, jnp.float32))
+
+
+def load(stored: jax.Array) -> jax.Array:
+    """Whole matrices `[n, d, d]` or diagonals `[n, d]`, float32 or wider."""
+    wide = _widened(stored)
+    return unpack(wide, side_of(stored)) if is_packed(stored) else wide
+
+
+def store(values: jax.Array, like: jax.Array) -> jax.Array:
+    """Whole matrices or diagonals in the form and dtype of `like`."""
+    return (pack(values) if is_packed(like) else values).astype(like.dtype)
+
+
+def stored_traces(stored: jax.Array) -> jax.Array:
+    """The trace of each matrix, `[n]`, float32 or wider; reads the diagonals alone."""
+    wide, side = _widened(stored), side_of(stored)
+    if is_diagonal(stored):
+        return jnp.sum(wide, axis=1)
+    if not is_packed(stored):
+        return traces(wide)
+    half, columns = packed_shape(side)
+    starts = (0, 1) if side % 2 == 0 else (0, columns)
+    flat = wide.reshape(len(wide), -1)
+    first, second = (flat[:, start :: columns + 1][:, :half] for start in starts)
+    return jnp.sum(first, axis=1) + jnp.sum(second, axis=1)
+
+
+def empty_matrices(
+    stack: Stack, side: int, dtype: DTypeLike | None, packed: bool
+) -> jax.Array:
+    """Zero matrices in their stored form."""
+    shape = packed_shape(side) if packed else (side, side)
+    return jnp.zeros((stack.size, *shape), dtype or stack.dtype)
+
+
+def identities(
+    stack: Stack, side: int, dtype: DTypeLike | None, packed: bool
+) -> jax.Array:
+    """Identity matrices in their stored form."""
+    eye = jnp.eye(side, dtype=dtype or stack.dtype)[None]
+    eye = pack(eye) if packed else eye
+    return jnp.broadcast_to(eye, (stack.size, *eye.shape[1:])).copy()
