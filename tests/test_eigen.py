@@ -23,7 +23,7 @@ ENTRIES = [
     for entry in json.loads(str(MATRICES["meta_json"]))["entries"]
     if entry["op"] in ("qr_eigendecomposition", "eigh_adaptive")
 ]
-BASES = [so.EighBasis(), so.EighBasis(0.1), so.QRBasis(4, 0.1), so.QRBasis(1, 0.0)]
+BASES = [so.EighBasis(), so.EighBasis(0.1), so.QRBasis(5, 0.1), so.QRBasis(1, 0.0)]
 each_basis = pytest.mark.parametrize("basis", BASES, ids=repr)
 dtypes = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 
@@ -144,7 +144,7 @@ def test_settings_of_the_dense_comparison_reach_every_branch():
     counts = [list(dense(matrices, previous, basis)[2]) for basis in BASES[:3]]
     assert counts[0] == [1] * 5
     assert counts[1] == [0, 0, 1, 1, 1]
-    assert counts[2][:2] == [0, 0] and 0 < counts[2][2] < counts[2][4] == 4
+    assert counts[2][:2] == [0, 0] and 0 < counts[2][2] < counts[2][4] == 5
 
 
 @pytest.mark.parametrize("basis", BASES[1:], ids=repr)
@@ -201,33 +201,45 @@ def test_qr_bases_that_are_followed_for_long_stay_orthogonal():
 @each_basis
 def test_padding_changes_nothing(basis, x64):
     matrices, previous = problems(side=5)
-    side, size = 8, len(matrices)
-    full, old = problems(side)  # of these only the last: no padding beside padding
-    padded, starts = (
-        np.zeros((size + 1, side, side)),
-        np.array((size + 1) * [np.eye(side)]),
-    )
+    full, old = (array[3] for array in problems())
+    size, side = len(matrices), len(full)
+    padded, starts = np.zeros((size + 1, side, side)), np.tile(np.eye(side), (6, 1, 1))
     padded[:size, :5, :5], starts[:size, :5, :5] = matrices, previous
-    padded[size], starts[size] = full[3], old[3]
+    padded[size], starts[size] = full, old
     padding = np.zeros((size + 1, side), bool)
     padding[:size, 5:] = True
 
-    bases, values, residuals, iterations = run(padded, starts, basis, padding)
-    small = run(matrices, previous, basis)
-    large = run(full[3:4], old[3:4], basis)
+    *got, last = zip(*run(padded, starts, basis, padding), strict=True)
+    bases, values, residuals, iterations = map(np.array, zip(*got, strict=True))
+    want = run(matrices, previous, basis)
+    assert_columns(bases[:, :5, :5], want[0], 1e-13)
+    np.testing.assert_allclose(values[:, :5], want[1], rtol=0, atol=1e-14)
+    np.testing.assert_allclose(residuals, want[2], rtol=0, atol=1e-14)
+    np.testing.assert_array_equal(iterations, want[3])
+    np.testing.assert_array_equal(bases[:, 5:], starts[:size, 5:])
+    np.testing.assert_array_equal(bases[:, :, 5:], starts[:size, :, 5:])
     means = np.trace(matrices, axis1=1, axis2=2) / 5
-    for slots, got_side, want in (
-        (slice(size), 5, small),
-        (slice(size, None), 8, large),
-    ):
-        got = bases[slots]
-        assert_columns(got[:, :got_side, :got_side], want[0], 1e-12)
-        np.testing.assert_allclose(values[slots, :got_side], want[1], atol=1e-13)
-        np.testing.assert_allclose(residuals[slots], want[2], atol=1e-14)
-        np.testing.assert_array_equal(iterations[slots], want[3])
-    np.testing.assert_array_equal(bases[:size, 5:], starts[:size, 5:])
-    np.testing.assert_array_equal(bases[:size, :, 5:], starts[:size, :, 5:])
-    np.testing.assert_allclose(values[:size, 5:], np.tile(means, (3, 1)).T)
+    np.testing.assert_allclose(values[:, 5:], np.tile(means, (2, 1)).T, rtol=1e-14)
+    # Beside them, one without padding.
+    vectors, estimates, count = (x[0] for x in dense(full[None], old[None], basis))
+    assert_columns(last[0], vectors, 1e-13)
+    np.testing.assert_allclose(last[1], estimates, rtol=0, atol=1e-14)
+    assert last[3] == count
+
+
+def test_padding_has_unit_vectors_whatever_the_decomposition_gives_it(monkeypatch):
+    def mixed(matrices):  # equal eigenvalues leave the choice of their vectors
+        values, vectors = jnp.linalg.eigh(matrices)
+        return values, vectors.at[:, :, 2:].set(vectors[:, :, :1:-1])
+
+    monkeypatch.setattr(_eigen, "_eigh_one_by_one", mixed)
+    padded, padding = np.zeros((1, 4, 4)), np.array([[False, False, True, True]])
+    padded[:, :2, :2] = [[2.0, 1.0], [1.0, 2.0]]
+    arguments = (padded, np.eye(4)[None], so.EighBasis(), padding, np.float32)
+    bases, values, residuals, _ = run(*arguments, build=compiled.__wrapped__)
+    np.testing.assert_array_equal(bases[0, :, 2:], np.eye(4)[:, 2:])
+    np.testing.assert_allclose(values, [[1, 3, 2, 2]], rtol=1e-6)
+    assert residuals <= 1e-6
 
 
 @each_basis
