@@ -122,12 +122,14 @@ def _count_primitive(name: str, eqn: Any) -> Flops:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         depth = math.prod(given.shape[axis] for axis in contracted)
         return Flops(products=2 * result.size * depth)
-    if name == "eigh":
-        *batch, side, _ = given.shape
-        return Flops(decompositions=EIGH * math.prod(batch) * side**3)
-    if name == "svd":
-        *batch, rows, columns = given.shape
-        sides = rows * columns * min(rows, columns)
-        return Flops(products=SVD * math.prod(batch) * sides)
+    if name in ("eigh", "svd"):
+        return _count_decomposition(name, given.shape)
     reduces = name.startswith("reduce_") and name != "reduce_precision"
     return Flops(entrywise=given.size if reduces else result.size)
+
+
+def _count_decomposition(name: str, shape: tuple[int, ...]) -> Flops:
+    size = math.prod(shape) * min(shape[-2:])
+    if name == "svd":
+        return Flops(products=SVD * size)
+    return Flops(decompositions=EIGH * size)

@@ -159,8 +159,11 @@ class Svd:
 Polar = NewtonSchulz | Svd
 
 
-def _polynomials(coefficients: tuple) -> tuple[Polynomial, ...]:
-    return coefficients if isinstance(coefficients[0], tuple) else (coefficients,)
+def _polynomials(coefficients: Any) -> tuple:
+    """Several as they are, one as a tuple of one."""
+    is_list = isinstance(coefficients, tuple | list) and len(coefficients) > 0
+    several = is_list and isinstance(coefficients[0], tuple | list)
+    return coefficients if several else (coefficients,)
 
 
 def _schedule(coefficients: tuple, steps: int) -> list[Polynomial]:
@@ -171,17 +174,15 @@ def _schedule(coefficients: tuple, steps: int) -> list[Polynomial]:
 
 def _checked(coefficients: Any) -> tuple:
     """One polynomial or several, as tuples of floats."""
-    is_list = isinstance(coefficients, tuple | list) and len(coefficients) > 0
-    several = is_list and isinstance(coefficients[0], tuple | list)
-    polynomials = coefficients if several else (coefficients,)
-    lengths = {len(p) for p in polynomials if _is_polynomial(p)}
-    if len(lengths) != 1 or not all(map(_is_polynomial, polynomials)):
+    polynomials = _polynomials(coefficients)
+    lengths = {len(p) if _is_polynomial(p) else 0 for p in polynomials}
+    if 0 in lengths or len(lengths) > 1:
         raise ValueError(
             "`coefficients` must be two or more finite numbers, or tuples of such of "
             f"one length, got {coefficients!r}."
         )
     found = tuple(tuple(map(float, polynomial)) for polynomial in polynomials)
-    return found if several else found[0]
+    return found if polynomials is coefficients else found[0]
 
 
 def _is_polynomial(numbers: Any) -> bool:
@@ -259,16 +260,12 @@ def orthogonalize(
     Returns:
       `[n, r, c]`, zero for a zero block.
     """
-    size = norms(blocks)
     if isinstance(method, NewtonSchulz):
-        size = jnp.maximum(size, jnp.asarray(method.eps, size.dtype))
-    unit = blocks / per_slot(jnp.where(size > 0, size, 1), blocks)
-    if isinstance(method, NewtonSchulz):
-        factors = _newton_schulz(unit, method)
+        factors = _newton_schulz(blocks, method)
     else:
-        factors, nuclear = _svd(unit, jnp.maximum(rows, columns))
+        factors, nuclear = _svd(blocks, jnp.maximum(rows, columns))
         if method.nuclear_scaling and not grafted:
-            factors *= per_slot(size * nuclear, factors)
+            factors *= per_slot(nuclear, factors)
     if method.scale is None:
         return factors
     sides = (side.astype(blocks.dtype) for side in (rows, columns))
@@ -276,7 +273,13 @@ def orthogonalize(
     return per_slot(signs_of_scales(scales) if grafted else scales, factors) * factors
 
 
-def _newton_schulz(unit: jax.Array, method: NewtonSchulz) -> jax.Array:
+def _over(blocks: jax.Array, sizes: jax.Array) -> jax.Array:
+    return blocks / per_slot(jnp.where(sizes > 0, sizes, 1), blocks)
+
+
+def _newton_schulz(blocks: jax.Array, method: NewtonSchulz) -> jax.Array:
+    sizes = norms(blocks)
+    unit = _over(blocks, jnp.maximum(sizes, jnp.asarray(method.eps, sizes.dtype)))
     flipped = unit.shape[1] > unit.shape[2]  # products of the shorter side are smaller
     start = unit.mT if flipped else unit
 
@@ -292,10 +295,12 @@ def _newton_schulz(unit: jax.Array, method: NewtonSchulz) -> jax.Array:
     return factors.mT if flipped else factors
 
 
-def _svd(unit: jax.Array, sides: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _svd(blocks: jax.Array, sides: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The polar factors, and the nuclear norms `[n]`."""
+    sizes = norms(blocks)
+    unit = _over(blocks, sizes)
     left, values, right = jnp.linalg.svd(unit, full_matrices=False)
     floor = jnp.finfo(unit.dtype).eps * sides.astype(unit.dtype) * values[:, 0]
     kept = jnp.where(values > per_slot(floor, values), values, 0)
     left = jnp.where((kept > 0)[:, None, :], left, 0)
-    return contract(left, right, "nir,nrj->nij"), jnp.sum(kept, axis=1)
+    return contract(left, right, "nir,nrj->nij"), sizes * jnp.sum(kept, axis=1)
