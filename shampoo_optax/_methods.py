@@ -192,11 +192,11 @@ class NewtonDB:
     than a fifth, or no longer halves below 1/2.
 
     The product with A shows the errors of Z as far as A is ill-conditioned: in float32
-    a factor that lacks rank needs a `relative_eps` of about 1e-4, or its roots are
+    a factor that lacks rank needs a `relative_eps` of about 1e-5, or its roots are
     refused.
 
     Args:
-      max_iterations: for each square root, an integer >= 1. Default 30.
+      max_iterations: for each square root, an integer >= 1. Default 40.
       tolerance: a factor is done when :math:`\|ZY - I\|_F` is not above it, >= 0.
         Default 1e-6.
       power_iterations: matrix-vector products in the estimate of the largest
@@ -218,7 +218,7 @@ class NewtonDB:
       https://arxiv.org/abs/2602.02016.
     """
 
-    max_iterations: int = 30
+    max_iterations: int = 40
     tolerance: float = 1e-6
     power_iterations: int = 10
     max_residual: float = 0.1
