@@ -167,10 +167,10 @@ def fail_once(monkeypatch, spoil):
     genuine = _roots.inverse_roots
 
     def inverse_roots(factors, *args, **kwargs):
-        roots, residual = genuine(factors, *args, **kwargs)
+        roots, residual, turns = genuine(factors, *args, **kwargs)
         traces = jnp.trace(factors, axis1=1, axis2=2)
         chosen = (traces > 2.5) & (traces < 3.5)
-        return spoil(chosen, roots, residual)
+        return *spoil(chosen, roots, residual), turns
 
     monkeypatch.setattr(_roots, "inverse_roots", inverse_roots)
 

@@ -252,12 +252,11 @@ def test_only_failed_slots_are_computed_again():
     def again(batch):
         return batch - 1, jnp.full(5, 0.05), jnp.full(5, 7)
 
-    matrices, residuals, turns = retried(first, again, 0.1)(batch)
+    matrices, _, turns = retried(first, again, 0.1)(batch)
     np.testing.assert_array_equal(turns, [0, 7, 0, 0, 7])
     np.testing.assert_array_equal(matrices[1], batch[1] - 1)
-    np.testing.assert_array_equal(
-        matrices[jnp.array([0, 2, 3])], batch[jnp.array([0, 2, 3])]
-    )
+    for slot in (0, 2, 3):
+        np.testing.assert_array_equal(matrices[slot], batch[slot])
     *_, turns = retried(first, again, 0.1)(batch.at[0, 0, 0].set(3))
     np.testing.assert_array_equal(turns, [7, 7, 0, 0, 7])  # one entry is infinite
 
@@ -289,9 +288,6 @@ def test_an_exponent_that_follows_from_the_order_of_a_block():
     with pytest.raises(ValueError, match="`exponents`.*0.1666.* for order 3"):
         tx.init(params)
     so.scale_by_shampoo(root=so.CoupledNewton(), blocking=blocking).init(params)
-    axes = so.Axes(diagonal_above=1)  # diagonals need no iteration
-    blocking = so.Blocking(block_size=None, merge_to=3)
-    so.scale_by_shampoo(root=so.NewtonDB(), blocking=blocking, axes=axes)
 
 
 def test_exponents_that_iterations_can_do():
