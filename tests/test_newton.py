@@ -47,6 +47,10 @@ def compute(matrices, exponent, root, *, ridge=0.0, **kwargs):
     return jax.tree.map(np.asarray, helpers.quick_jit(call)(matrices, kwargs))
 
 
+def traced(call, *args):
+    return list(helpers.equations(jax.make_jaxpr(call)(*args).jaxpr))
+
+
 @methods
 def test_every_slot_stops_by_itself(root, x64):
     """A slot takes the turns, and has the root, that it has alone."""
@@ -126,6 +130,43 @@ def test_the_largest_eigenvalue_is_found_where_the_first_vector_misses_it(x64):
     np.testing.assert_allclose(largest, 1.01, rtol=1e-9)
 
 
+@pytest.mark.parametrize("order, exponent", [(1, 1 / 2), (2, 1 / 4)])
+def test_a_direction_by_newton_db_is_that_of_the_formula(order, exponent):
+    gradient = helpers.normals(0, *(6, 4)[:order])
+    tx = so.scale_by_shampoo(**helpers.BARE, eps=1e-2, root=so.NewtonDB())
+    (update,), (state,) = helpers.trace(tx, gradient, [gradient], jit=helpers.quick_jit)
+    matrix = np.asarray(gradient, np.float64).reshape(6, -1)
+    factors = [matrix @ matrix.T, matrix.T @ matrix][:order]
+    left, *right = (
+        exact_roots((factor + 1e-2 * np.eye(len(factor)))[None], exponent)[0]
+        for factor in factors
+    )
+    want = left @ matrix @ right[0] if right else left @ matrix
+    np.testing.assert_allclose(update, want.reshape(gradient.shape), atol=1e-4)
+    assert helpers.total(state.failures) == 0
+
+
+@pytest.mark.parametrize(
+    "root, exponent",
+    [
+        *((root, 1 / 4) for root in ROOTS.values()),
+        (so.CoupledNewton(warm_start=True), 1),
+    ],
+    ids=[*ROOTS, "warm start"],
+)
+def test_every_product_asks_for_the_highest_precision(root, exponent):
+    def call(batch, previous):
+        return inverse_roots(batch, [exponent], root, 0.0, 0.0, previous=previous)
+
+    with jax.default_matmul_precision("bfloat16"):
+        found = traced(call, jnp.eye(3)[None], jnp.eye(3)[None])
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    precisions = [
+        e.params["precision"] for e, _ in found if e.primitive.name == "dot_general"
+    ]
+    assert len(precisions) >= 4 and set(precisions) == {highest}
+
+
 # ---- warm start
 
 
@@ -175,6 +216,11 @@ def test_a_bad_start_does_no_harm(root, x64):
     for got in roots:
         np.testing.assert_allclose(got, exact, atol=1e-6 * np.max(exact))
     assert np.all(residuals <= 1e-4)
+    # Nor is a second attempt needed: such a slot starts from the identity.
+    once = iterate_roots(jnp.asarray(batch), 1.0, root, None, jnp.stack(starts))
+    *_, cold = iterate_roots(jnp.asarray(batch), 1.0, root)
+    assert np.all(once[1] <= 1e-4)
+    np.testing.assert_array_equal(once[2], cold)
 
 
 @pytest.mark.parametrize(
@@ -195,10 +241,6 @@ def test_other_roots_start_from_the_identity(root, exponent, x64):
     roots, *_ = helpers.quick_jit(call)(factor[None])
     want = exact_roots(factor[None], exponent)
     np.testing.assert_allclose(roots, want, atol=1e-5 * np.max(want))
-
-
-def traced(call, *args):
-    return list(helpers.equations(jax.make_jaxpr(call)(*args).jaxpr))
 
 
 # ---- the second attempt
