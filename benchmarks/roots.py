@@ -193,7 +193,10 @@ def plot(rows: Sequence[Measurement], title: str, path: Path) -> None:
         right.loglog(sides, [row.error for row in own], marker=".", label=method)
     left.set(xlabel="side", ylabel=f"ms a factor, {batch} at a time", title=title)
     right.set(xlabel="side", ylabel="error against float64")
+    sides = sorted({row.side for row in rows})
     for axes in (left, right):
+        axes.set_xticks(sides, labels=map(str, sides))
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
     left.legend()
     figure.savefig(path, dpi=120)
