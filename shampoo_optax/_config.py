@@ -1,6 +1,6 @@
 """Records that shape the state and the trace, and the arguments of a transform."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -16,7 +16,7 @@ from shampoo_optax._checks import (
     check_number,
     is_known,
 )
-from shampoo_optax._methods import Eigh, PseudoInverse, Root
+from shampoo_optax._methods import Eigh, PseudoInverse, Root, check_exponent
 
 MergeFrom = Literal["leading", "trailing"]
 Sides = Literal["both", "input", "output"]
@@ -191,6 +191,9 @@ class Options:
                 check_number(name, getattr(self, name))
         self._check_refresh()
         check_exponents(self.exponents)
+        for order, override in (self.exponents or {}).items():
+            several = isinstance(override, Mapping)
+            self._check_roots(order, override.values() if several else [override])
         check_number("trace_scaling", self.trace_scaling)
         self._check_axes()
         self._check_graft()
@@ -265,6 +268,11 @@ class Options:
                     f"`{name}` must be 0 with a PseudoInverse, got {value!r}."
                 )
 
+    def _check_roots(self, order: int, exponents: Iterable[float]):
+        for exponent in exponents:
+            if exponent != 0:
+                check_exponent(self.root, exponent, order)
+
     def factored_axes(self, block: tuple[int, ...]) -> dict[str, float]:
         """The axes of a block that have a factor, and their exponents e."""
         order, side = len(block), self.axes.sides
@@ -283,6 +291,8 @@ class Options:
             for axis, length in enumerate(block)
             if axis != left and not self._is_skipped(length)
         }
+        full = [e for k, e in exponents.items() if not self.is_diagonal(block[int(k)])]
+        self._check_roots(order, full)
         return {axis: e for axis, e in exponents.items() if e != 0}
 
     @property
