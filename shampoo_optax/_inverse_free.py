@@ -1,0 +1,311 @@
+"""Inverse-free Shampoo: roots that follow the factors by matrix products alone."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from shampoo_optax._checks import Graft, check_choice, check_number, is_static
+from shampoo_optax._config import Blocking, Options
+from shampoo_optax._factors import apply_along, gram, identities
+from shampoo_optax._grafting import norms
+from shampoo_optax._placement import Placement
+from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, contract, per_slot
+from shampoo_optax._step import Step, begin, finish, plain_fields, refresh_if_due
+from shampoo_optax._transform import Method, block_transform
+
+Structure = Literal["dense", "diagonal"]
+Computed = Literal["float32", "bfloat16"]
+
+
+class ScaleByInverseFreeShampooState(NamedTuple):
+    """State of :func:`scale_by_inverse_free_shampoo`.
+
+    Attributes:
+      count: the number of steps taken, t.
+      roots: the K of each axis, the identity before the first step.
+      momenta: moving averages m of their velocities; empty where `root_momentum` is 0.
+      graft_moments: second moments of the grafted method; empty without any.
+      filtered: moving average of the gradient; empty where `b1` is 0.
+      failures: how many new roots were refused, for each block.
+      skipped: how many steps gave no finite direction, for each block.
+    """
+
+    count: jax.Array  # [], int32
+    roots: AxisStacks  # {stack: {axis: [n, d, d] or [n, d]}}, `dtype`
+    momenta: AxisStacks  # {stack: {axis: [n, d, d] or [n, d]}}, `dtype`
+    graft_moments: Stacks  # {stack: [n, *block]}, float32 or wider
+    filtered: Stacks  # {stack: [n, *block]}, `dtype`
+    failures: dict[str, jax.Array]  # {stack: [n]}, int32
+    skipped: dict[str, jax.Array]  # {stack: [n]}, int32
+
+
+class _Form(NamedTuple):
+    """What shapes the state."""
+
+    structure: Structure
+    dtype: Computed | None
+
+
+def _fields(
+    options: Options, form: _Form, stacks: dict[str, Stack]
+) -> dict[str, Any]:
+    def ones(stack: Stack, axis: int) -> jax.Array:
+        size, side = stack.size, stack.block[axis]
+        dtype = form.dtype or stack.dtype
+        if form.structure == "diagonal":
+            return jnp.ones((size, side), dtype)
+        return identities(size, side, dtype)
+
+    roots = {
+        name: {str(axis): ones(stack, axis) for axis in range(len(stack.block))}
+        for name, stack in stacks.items()
+    }
+    plain = plain_fields(stacks, options)
+    return dict(
+        plain,
+        roots=roots,
+        momenta={} if is_static(options.root_momentum, 0) else _zeros(roots),
+        filtered=_cast(plain["filtered"], form.dtype),
+        failures=_zeros(plain["skipped"]),
+    )
+
+
+def _zeros(tree: Any) -> Any:
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+def _cast(stacks: Stacks, dtype: Any) -> Stacks:
+    return {name: stack.astype(dtype or stack.dtype) for name, stack in stacks.items()}
+
+
+# ---- one axis of a stack; a root is [n, d, d], or [n, d] where it is diagonal
+
+
+def _multiply(
+    root: jax.Array, blocks: jax.Array, axis: int, transpose: bool = False
+) -> jax.Array:
+    """Multiplies one axis of each block by its root, or the root's transpose."""
+    if root.ndim == 2:
+        shape = [1] * blocks.ndim
+        shape[0], shape[axis + 1] = root.shape
+        return root.reshape(shape) * blocks
+    return apply_along(root.mT if transpose else root, blocks, axis)
+
+
+def _outer(root: jax.Array, blocks: jax.Array, axis: int) -> jax.Array:
+    """The Gram matrix of one axis, as far as the root's structure goes."""
+    if root.ndim == 2:
+        others = tuple(k for k in range(1, blocks.ndim) if k != axis + 1)
+        return jnp.sum(jnp.square(blocks), axis=others)
+    return gram(blocks, axis)
+
+
+def _inner(root: jax.Array) -> jax.Array:
+    """The product of the root's transpose and the root."""
+    return jnp.square(root) if root.ndim == 2 else gram(root, 1)
+
+
+def _compose(root: jax.Array, velocity: jax.Array) -> jax.Array:
+    if root.ndim == 2:
+        return root * velocity
+    return contract(root, velocity, "nij,njk->nik")
+
+
+class _Axis(NamedTuple):
+    """An axis of a stack, without its padding."""
+
+    side: jax.Array  # [n]
+    inside: jax.Array  # broadcasts with a root: 1 in its rows, 0 in padded ones
+    identity: jax.Array  # broadcasts with a root
+
+
+def _axes_of(inputs: Inputs, name: str, roots: dict[str, jax.Array]) -> dict:
+    """What the padding leaves of each axis of a stack."""
+    dtype, known = inputs.blocks[name].dtype, inputs.sides.get(name, {})
+
+    def look(axis: str, root: jax.Array) -> _Axis:
+        size, length = root.shape[:2]
+        side = jnp.asarray(known.get(axis, jnp.full(size, length)))
+        inside = (jnp.arange(length)[None] < side[:, None]).astype(dtype)
+        side = jnp.maximum(side, 1).astype(dtype)
+        if root.ndim == 2:
+            return _Axis(side, inside, inside)
+        inside = inside[:, :, None]
+        return _Axis(side, inside, inside * jnp.eye(length, dtype=dtype)[None])
+
+    return {axis: look(axis, root) for axis, root in roots.items()}
+
+
+def _mean_square(root: jax.Array, axis: _Axis) -> jax.Array:
+    """The trace of the root's square over its side, `[n]`."""
+    squares = axis.inside * jnp.square(root.astype(axis.side.dtype))
+    return jnp.sum(squares, axis=tuple(range(1, root.ndim))) / axis.side
+
+
+def _velocities(
+    roots: dict[str, jax.Array],
+    axes: dict[str, _Axis],
+    blocks: jax.Array,
+    options: Options,
+) -> dict[str, jax.Array]:
+    """The H / 2 of each axis of a stack, in the dtype of its blocks."""
+    wide = blocks.dtype
+    rotated = blocks * jnp.sqrt(jnp.asarray(options.batch_size, wide))
+    for axis, root in roots.items():
+        rotated = _multiply(root, rotated.astype(root.dtype), int(axis), True)
+    means = {axis: _mean_square(root, axes[axis]) for axis, root in roots.items()}
+    entries = math.prod(axis.side for axis in axes.values())
+    damping = jnp.asarray(options.eps, wide) * math.prod(means.values())
+
+    def velocity(axis: str, root: jax.Array) -> jax.Array:
+        side, inside, identity = axes[axis]
+        outer = _outer(root, rotated, int(axis)).astype(wide)
+        inner = _inner(root).astype(wide) * inside
+        sum_ = per_slot(side / entries, outer) * outer
+        sum_ += per_slot(damping / means[axis], inner) * inner
+        return (sum_ - identity) / 2
+
+    return {axis: velocity(axis, root) for axis, root in roots.items()}
+
+
+def _move(
+    root: jax.Array, momentum: jax.Array | None, velocity: jax.Array, options: Options
+) -> tuple[jax.Array, jax.Array]:
+    """The new root and momentum."""
+    wide = velocity.dtype
+    if momentum is not None:
+        old = jnp.asarray(options.root_momentum, wide)
+        velocity = old * momentum.astype(wide) + (1 - old) * velocity
+    rate = jnp.asarray(1 - options.b2, wide) / jnp.maximum(norms(velocity), 1)
+    momentum = velocity.astype(root.dtype)
+    change = _compose(root, momentum).astype(wide)
+    moved = root.astype(wide) - per_slot(rate, change) * change
+    return moved.astype(root.dtype), momentum
+
+
+def _all_finite(arrays: list[jax.Array]) -> jax.Array:
+    """The slots in which all arrays are finite, `[n]`."""
+    return math.prod(
+        jnp.all(jnp.isfinite(array), axis=tuple(range(1, array.ndim)))
+        for array in arrays
+    )
+
+
+def _refresh(
+    step: Step, options: Options, held: tuple[AxisStacks, AxisStacks]
+) -> tuple[tuple[AxisStacks, AxisStacks], dict[str, jax.Array]]:
+    """Moves all roots by one step; refuses those of a block with one not finite.
+
+    Returns:
+      the roots and momenta, and which slots failed.
+    """
+    roots, momenta, failed = {}, {}, {}
+    for name, old in held[0].items():
+        axes = _axes_of(step.inputs, name, old)
+        velocities = _velocities(old, axes, step.blocks[name], options)
+        before = held[1].get(name, {})
+        moved = {
+            axis: _move(root, before.get(axis), velocities[axis], options)
+            for axis, root in old.items()
+        }
+        finite = _all_finite(jax.tree.leaves(moved))
+        good = step.usable[name] & finite
+        failed[name] = step.usable[name] & ~finite
+
+        def take(new: jax.Array, old: jax.Array, good: jax.Array = good) -> jax.Array:
+            return jnp.where(per_slot(good, old), new, old)
+
+        roots[name] = {axis: take(moved[axis][0], root) for axis, root in old.items()}
+        momenta[name] = {axis: take(moved[axis][1], m) for axis, m in before.items()}
+    return (roots, {n: axes for n, axes in momenta.items() if axes}), failed
+
+
+def _precondition(roots: AxisStacks, used: Stacks) -> Stacks:
+    """Multiplies every axis by its root's transpose, and then by its root."""
+
+    def apply(blocks: jax.Array, of_axes: dict[str, jax.Array]) -> jax.Array:
+        wide = blocks.dtype
+        for axis, root in of_axes.items():
+            for transpose in (True, False):
+                blocks = _multiply(
+                    root, blocks.astype(root.dtype), int(axis), transpose
+                )
+        return blocks.astype(wide)
+
+    return {name: apply(blocks, roots[name]) for name, blocks in used.items()}
+
+
+def _step(
+    options: Options, form: _Form, inputs: Inputs
+) -> tuple[Stacks, dict[str, Any]]:
+    options = replace(options, **inputs.numbers)
+    held = inputs.fields
+    wide = {
+        name: average.astype(inputs.blocks[name].dtype)
+        for name, average in held["filtered"].items()
+    }
+    step = begin(inputs._replace(fields=dict(held, filtered=wide)), options)
+    every = jnp.asarray(options.refresh_every, jnp.int32)
+    always = is_static(options.refresh_every, 1)
+    step = step._replace(due=always or (inputs.count - 1) % every == 0)
+    (roots, momenta), failures = refresh_if_due(
+        step, partial(_refresh, step, options), (held["roots"], held["momenta"])
+    )
+    directions, fields = finish(step, options, partial(_precondition, roots))
+    filtered = _cast(fields["filtered"], form.dtype)
+    return directions, dict(
+        fields, filtered=filtered, roots=roots, momenta=momenta, failures=failures
+    )
+
+
+def scale_by_inverse_free_shampoo(
+    b1: ArrayLike = 0.0,
+    b2: ArrayLike = 0.9,
+    eps: ArrayLike = 1e-4,
+    *,
+    root_momentum: ArrayLike = 0.5,
+    batch_size: ArrayLike = 1.0,
+    b3: ArrayLike | None = None,
+    refresh_every: ArrayLike = 1,
+    bias_correction: bool = True,
+    graft: Graft | None = None,
+    graft_b2: ArrayLike = 0.99,
+    graft_eps: ArrayLike = 1e-8,
+    structure: Structure = "dense",
+    dtype: Computed | None = None,
+    blocking: Blocking = Blocking(),
+    placement: Placement | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    check_choice("structure", structure, get_args(Structure))
+    check_choice("dtype", dtype, (None, *get_args(Computed)))
+    check_number("b2", b2, high=1.0, positive=True)
+    check_number("eps", eps, positive=True)
+    options = Options(
+        b1=b1,
+        b2=b2,
+        b3=b3,
+        eps=eps,
+        refresh_every=refresh_every,
+        start=None,
+        bias_correction=bias_correction,
+        graft=graft,
+        graft_b2=graft_b2,
+        graft_eps=graft_eps,
+        graft_drop_weighting=False,
+        blocking=blocking,
+        batch_size=batch_size,
+        root_momentum=root_momentum,
+    )
+    form = _Form(structure, dtype)
+    method = Method(
+        ScaleByInverseFreeShampooState,
+        partial(_fields, options, form),
+        partial(_step, options, form),
+    )
+    return block_transform(method, options, placement)
