@@ -300,11 +300,12 @@ def scale_by_inverse_free_shampoo(
     from :math:`K_k = I` and :math:`m_k = 0`, with B the `batch_size`, a the
     `root_momentum` and the filtered gradient :math:`\hat G` of
     :func:`scale_by_shampoo`. For a matrix it is :math:`P = C C^\top \hat G K K^\top`;
-    a vector has one root, and what has no axis (`merge_to=None`) none. The bracket is the matrix exponential of
-    :math:`-(1 - b_2) m_k` up to the first order; the norm keeps it invertible. A
-    moving average of the factors with decay :math:`b_2` is followed thus, up to the
-    same order. With a diagonal structure all but the diagonals of :math:`K_k`,
-    :math:`m_k` and :math:`H_k` are left out. Roots move at the steps 1,
+    a vector has one root, a block of order 3 has three, and a scalar without any axis
+    (`merge_to=None`) has none. The bracket is the matrix exponential of
+    :math:`-(1 - b_2) m_k` up to the first order; the norm keeps it invertible. Up to
+    that order :math:`K_k` follows a moving average of the factors with decay
+    :math:`b_2`. With the diagonal structure only the diagonals of :math:`K_k`,
+    :math:`m_k` and :math:`H_k` are there. Roots move at the steps 1,
     1 + `refresh_every` and so on, before they are used.
 
     No square root of the statistics is taken: directions are in units of the inverse
