@@ -166,9 +166,9 @@ def _velocities(
         side, inside, identity = axes[axis]
         outer = _outer(root, rotated, int(axis)).astype(wide)
         inner = _inner(root).astype(wide) * inside
-        sum_ = per_slot(side / entries, outer) * outer
-        sum_ += per_slot(damping / means[axis], inner) * inner
-        return (sum_ - identity) / 2
+        seen = per_slot(side / entries, outer) * outer
+        damped = per_slot(damping / means[axis], inner) * inner
+        return (seen + damped - identity) / 2
 
     return {axis: velocity(axis, root) for axis, root in roots.items()}
 
