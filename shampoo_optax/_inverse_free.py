@@ -310,7 +310,7 @@ def scale_by_inverse_free_shampoo(
 
     No square root of the statistics is taken: directions are in units of the inverse
     gradient, as those of Newton's method, and their size depends on `batch_size`.
-    Tune the learning rate first (1e-3 with a momentum of 0.9 is a good start), then
+    Tune the learning rate first (1e-3 to 4e-3 with a momentum of 0.9), then
     `eps` from 1e-5 to 1e-3 and `b2` from 0.2 to 0.95. The first steps are small where
     gradients are: roots start from 1 and grow from step to step. With `graft` the
     size is that of another method.

@@ -43,7 +43,7 @@ def inverse_free_shampoo(
 
     The chain of :func:`scale_by_inverse_free_shampoo`, :func:`decay_weights` (before
     it for `"l2"`), :func:`scale_by_momentum`, the step size :math:`-\eta_t` and
-    :func:`fill_absent`. Start from a learning rate of 1e-3 and tell it the
+    :func:`fill_absent`. Start from a learning rate of 1e-3 to 4e-3 and tell it the
     `batch_size`. The buffer of `momentum` is kept in float32; for a smaller one take
     `b1=0.9, momentum=None`, `dtype="bfloat16"` and ten times the learning rate.
 
