@@ -182,6 +182,8 @@ class Options:
     trace_scaling: ArrayLike = 0.0
     axes: Axes = Axes()
     storage: Storage = Storage()
+    batch_size: ArrayLike = 1.0
+    root_momentum: ArrayLike = 0.0
 
     def __post_init__(self):
         self._check_records()
@@ -195,6 +197,7 @@ class Options:
             several = isinstance(override, Mapping)
             self._check_roots(order, override.values() if several else [override])
         check_number("trace_scaling", self.trace_scaling)
+        check_number("batch_size", self.batch_size, positive=True)
         self._check_axes()
         self._check_graft()
         self._check_ridge()
@@ -217,10 +220,10 @@ class Options:
             check_choice(name, getattr(self, name), (True, False))
 
     def _check_betas(self):
-        for name in ("b1", "b2", "b3", "graft_b2"):
+        for name in ("b1", "b2", "b3", "graft_b2", "root_momentum"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), high=1.0)
-        for name in ("b1", "b3"):
+        for name in ("b1", "b3", "root_momentum"):
             value = getattr(self, name)
             if value is not None and is_known(value) and value == 1:
                 raise ValueError(f"`{name}` must be below 1, got {value!r}.")
