@@ -35,7 +35,8 @@ from shampoo_optax._portable import (
 )
 from shampoo_optax._shampoo import ScaleByShampooState, scale_by_shampoo
 from shampoo_optax._sign import ScaleBySignDescentState, scale_by_sign_descent
-from shampoo_optax._soap import ScaleBySoapState, scale_by_soap
+from shampoo_optax._soap import scale_by_soap
+from shampoo_optax._soap_blocks import ScaleBySoapState
 from shampoo_optax._spectral import (
     ScaleBySpectralDescentState,
     scale_by_spectral_descent,

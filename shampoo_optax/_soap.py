@@ -1,148 +1,22 @@
 """SOAP: second moments in the eigenbasis of Shampoo's factors."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import get_args
 
-import jax
-import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from shampoo_optax._checks import Graft, check_exponents
+from shampoo_optax._checks import Graft, check_choice, check_exponents
 from shampoo_optax._config import Axes, Blocking, Options, Storage
-from shampoo_optax._eigen import eigenbases
-from shampoo_optax._factors import (
-    apply_axes,
-    factored_memory,
-    identity_bases,
-    statistics_correction,
-    statistics_weight,
-)
-from shampoo_optax._grafting import accumulate, zero_blocks
 from shampoo_optax._methods import Basis, EighBasis, check_basis
-from shampoo_optax._newton import add_to_diagonal
 from shampoo_optax._placement import Placement
-from shampoo_optax._powers import rescaled
-from shampoo_optax._refresh import Batch, Derived, Fresh, Report, refresh
-from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks
-from shampoo_optax._step import Step, begin, factored_fields, finish, refresh_if_due
-from shampoo_optax._transform import Method, block_transform
-
-
-class ScaleBySoapState(NamedTuple):
-    """State of :func:`scale_by_soap`.
-
-    Attributes:
-      count: the number of steps taken, t.
-      factors: the statistics L of each axis.
-      bases: their eigenvectors Q in columns, the identity before the first refresh.
-      moments: second moments D of the gradient in the bases.
-      graft_moments: second moments of the grafted method; empty without any.
-      filtered: moving average of the gradient; empty where `b1` is 0.
-      failures: how many new bases were refused, for each block.
-      residuals: the largest residual of a block's bases at its last refresh.
-      iterations: the most iterations of one of these; 0 where the old ones were kept.
-      skipped: how many steps gave no finite direction, for each block.
-    """
-
-    count: jax.Array  # [], int32
-    factors: AxisStacks  # {stack: {axis: [n, d, d]}}, float32 or wider
-    bases: AxisStacks  # {stack: {axis: [n, d, d]}}, float32 or wider
-    moments: Stacks  # {stack: [n, *block]}, float32 or wider
-    graft_moments: Stacks  # {stack: [n, *block]}, float32 or wider
-    filtered: Stacks  # {stack: [n, *block]}, float32 or wider
-    failures: dict[str, jax.Array]  # {stack: [n]}, int32
-    residuals: dict[str, jax.Array]  # {stack: [n]}, float32
-    iterations: dict[str, jax.Array]  # {stack: [n]}, int32
-    skipped: dict[str, jax.Array]  # {stack: [n]}, int32
-
-
-def _refresh_bases(
-    factors: AxisStacks,
-    derived: Derived,
-    report: Report,
-    *,
-    usable: dict[str, jax.Array],
-    sides: dict[str, dict[str, jax.Array]],
-    correction: jax.Array,
-    basis: Basis,
-    options: Options,
-) -> tuple[Derived, Report]:
-    def compute(batch: Batch) -> Fresh:
-        matrices = rescaled(batch.factors, correction, options)
-        ridge = jnp.full(len(matrices), options.eps, matrices.dtype)
-        old = batch.derived["bases"]
-        bases, _, *about = eigenbases(
-            add_to_diagonal(matrices, ridge), old, basis, batch.padding
-        )
-        return Fresh({"bases": bases}, *about)
-
-    return refresh(factors, derived, report, usable, sides, compute, basis.max_residual)
-
-
-def _update_moments(
-    moments: Stacks, step: Step, bases: AxisStacks, options: Options
-) -> Stacks:
-    """Accumulates the squares of the gradient in the bases."""
-    rotated = apply_axes(bases, step.blocks, transpose=True)
-    weight = statistics_weight(options)
-    return {
-        name: accumulate(moment, rotated[name], step.usable[name], options.b2, weight)
-        for name, moment in moments.items()
-    }
-
-
-def _divide_in_bases(
-    used: Stacks,
-    bases: AxisStacks,
-    moments: Stacks,
-    correction: jax.Array,
-    exponents: Mapping[int, float],
-    eps: ArrayLike,
-) -> Stacks:
-    """Rotates, divides by the corrected moments to the power p plus eps, and back."""
-
-    def divide(name: str, block: jax.Array) -> jax.Array:
-        moment = moments[name] / correction.astype(block.dtype)
-        scale = moment ** exponents.get(block.ndim - 1, 0.5)
-        scale += jnp.asarray(eps, block.dtype)
-        return block / jnp.where(scale > 0, scale, 1)
-
-    rotated = apply_axes(bases, used, transpose=True)
-    divided = {name: divide(name, block) for name, block in rotated.items()}
-    return apply_axes(bases, divided)
-
-
-def _step(
-    options: Options, basis: Basis, exponents: Mapping[int, float], inputs: Inputs
-) -> tuple[Stacks, dict[str, Any]]:
-    options = replace(options, **inputs.numbers)
-    step = begin(inputs, options)
-    correction = statistics_correction(options, inputs.count)
-    recompute = partial(
-        _refresh_bases,
-        step.factors,
-        usable=step.usable,
-        sides=inputs.sides,
-        correction=correction,
-        basis=basis,
-        options=options,
-    )
-    derived = refresh_if_due(step, recompute, ("bases",))
-    bases = derived["bases"]
-    moments = _update_moments(inputs.fields["moments"], step, bases, options)
-    direct = partial(
-        _divide_in_bases,
-        bases=bases,
-        moments=moments,
-        correction=correction,
-        exponents=exponents,
-        eps=options.eps,
-    )
-    directions, fields = finish(step, options, direct)
-    return directions, dict(fields, factors=step.factors, moments=moments, **derived)
+from shampoo_optax._soap_blocks import (
+    Form,
+    IgnoredAxes,
+    Rules,
+    soap_transform,
+    unrotated,
+)
 
 
 def scale_by_soap(
@@ -160,6 +34,8 @@ def scale_by_soap(
     graft_b2: ArrayLike | None = None,
     graft_eps: ArrayLike = 1e-8,
     graft_drop_weighting: bool = False,
+    ignored_axes: IgnoredAxes | None = None,
+    form: Form = "official",
     basis: Basis = EighBasis(),
     axes: Axes = Axes(),
     storage: Storage = Storage(),
@@ -177,9 +53,21 @@ def scale_by_soap(
       P &= \frac{\hat G \times_1 Q_1^\top \times_2 \cdots}
         {(D / c)^p + \varepsilon} \times_1 Q_1 \times_2 \cdots
 
-    in the form of the official PyTorch package: the filtered gradient is kept in
-    the parameter's own coordinates, and D stays as it is when the bases change.
-    Precision, guards and absent gradients are those of :func:`scale_by_shampoo`.
+    D stays as it is when the bases change, but a column that is an old one, up to
+    its sign, takes the old one's place, so that no moment is left behind where
+    eigenvalues only change their order. Precision, guards and absent gradients are
+    those of :func:`scale_by_shampoo`.
+
+    The two forms differ in the order of a step. In the official PyTorch package the
+    refresh comes first, from factors that hold this step's gradient, and D and the
+    direction are taken in the new bases. In the paper the direction comes first, in
+    the bases of before, which are refreshed afterwards and act from the next step on.
+    As in the code of the paper, the average of the gradient is then kept in the bases
+    and turned with them, :math:`\tilde G \leftarrow \tilde G \times_1 Q_1'^\top Q_1
+    \times_2 \cdots`: the same numbers as in the parameter's coordinates, for one
+    rotation less at each step. Where bases do not change the forms agree. That code
+    also spends the first step on its first bases, without an update; here the first
+    updates are Adam's.
 
     Args:
       b1: decay rate of the filtered gradient, in [0, 1); 0 takes the gradient as it
@@ -206,10 +94,13 @@ def scale_by_soap(
       graft_eps: added to the root of the grafted second moments, >= 0. Default 1e-8.
       graft_drop_weighting: `drop_weighting` for the grafted second moments. Default
         `False`.
+      ignored_axes: axes that are not rotated and have no factor, by the order of a
+        block, `{order: axes}`. Default `None`: none are ignored.
+      form: `"official"` or `"paper"`. Default `"official"`.
       basis: how eigenvectors are computed, an :class:`EighBasis` or
         :class:`QRBasis`. Default `EighBasis()`.
-      axes: which axes are rotated, an :class:`Axes`; a diagonal one is not. Default
-        `Axes()`: all.
+      axes: which axes are rotated, an :class:`Axes`; one above `diagonal_above` is
+        not, as above `skip_above`. Default `Axes()`: all.
       storage: in what form the state is kept, a :class:`Storage`; bases are never
         packed. Default `Storage()`: float32 or wider.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
@@ -253,6 +144,7 @@ def scale_by_soap(
       Distributed Shampoo Optimizer, 2023, https://arxiv.org/abs/2309.06497.
     """
     check_exponents(exponents, per_axis=False)
+    check_choice("form", form, get_args(Form))
     check_basis(basis)
     options = Options(
         b1=b1,
@@ -267,22 +159,11 @@ def scale_by_soap(
         graft_b2=graft_b2,
         graft_eps=graft_eps,
         graft_drop_weighting=graft_drop_weighting,
+        exponents=unrotated(ignored_axes),
         axes=axes,
         storage=storage,
         blocking=blocking,
     )
 
-    def init_fields(stacks: dict[str, Stack]) -> dict[str, Any]:
-        return dict(
-            bases=identity_bases(stacks, options),
-            moments=zero_blocks(stacks),
-            **factored_fields(stacks, options),
-        )
-
-    method = Method(
-        ScaleBySoapState,
-        init_fields,
-        partial(_step, options, basis, exponents or {}),
-        partial(factored_memory, options),
-    )
-    return block_transform(method, options, placement)
+    rules = Rules(basis, form, exponents or {})
+    return soap_transform(options, rules, placement)
