@@ -15,6 +15,7 @@ from shampoo_optax._config import Axes, Blocking, Storage
 from shampoo_optax._decay import DecayWeightsState, decay_weights
 from shampoo_optax._describe import Description, describe
 from shampoo_optax._kl import scale_by_kl_shampoo
+from shampoo_optax._kl_soap import scale_by_kl_soap
 from shampoo_optax._methods import (
     CoupledNewton,
     Eigendecomposed,
@@ -75,6 +76,7 @@ __all__ = [
     "from_portable",
     "primal_averaging",
     "scale_by_kl_shampoo",
+    "scale_by_kl_soap",
     "scale_by_momentum",
     "scale_by_shampoo",
     "scale_by_sign_descent",

@@ -1,6 +1,5 @@
 """SOAP in block space: moments in the bases of factors, and when these change."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -147,33 +146,33 @@ def _init_fields(
 def _whiten(inputs: Inputs, options: Options) -> Whiten:
     """Multiplies blocks by the inverse square roots of the factors of other axes.
 
-    Divided by the number of the other axes' entries, the products of what comes out
-    have factors that fit each other in the mean; without it those of long and short
-    axes drift apart from step to step.
+    Eigenvalues count in units of their mean: a Kronecker product says nothing of the
+    scales of its single factors, which would drift apart from step to step.
     """
 
     def whiten(name: str, block: jax.Array, axis: str) -> jax.Array:
         derived = {f: {name: inputs.fields[f][name]} for f in ("bases", "eigenvalues")}
-        halves = {name: dict.fromkeys(derived["bases"][name], 1 / 2)}
+        values = derived["eigenvalues"][name]
         sides = {n: s for n, s in inputs.sides.items() if n == name}
+        halves = {name: dict.fromkeys(values, 1 / 2)}
         block = precondition(
             {name: block}, derived, sides, halves, options, left_out=axis, back=False
         )[name]
-        others = _others(block, sides.get(name), axis)
-        return block / jnp.sqrt(jnp.asarray(others, block.dtype))
+        for other in sorted(values.keys() - {axis}):
+            mean = _own_mean(values[other], sides.get(name, {}).get(other))
+            block = block * per_slot(jnp.sqrt(mean), block)
+        return block
 
     return whiten
 
 
-def _others(
-    block: jax.Array, sides: dict[str, jax.Array] | None, axis: str
-) -> ArrayLike:
-    """The entries of a block for each of an axis, of its own blocks in a stack."""
-    lengths = dict(zip(map(str, range(block.ndim - 1)), block.shape[1:], strict=True))
+def _own_mean(values: jax.Array, sides: jax.Array | None) -> jax.Array:
+    """The means `[n]` of the first `sides` of the values `[n, d]`, or of all."""
     if sides is None:
-        return math.prod(length for k, length in lengths.items() if k != axis)
-    counts = [jnp.asarray(sides[k], block.dtype) for k in lengths if k != axis]
-    return per_slot(math.prod(counts, start=jnp.ones(len(block), block.dtype)), block)
+        return jnp.mean(values, axis=1)
+    inside = jnp.arange(values.shape[1])[None] < jnp.asarray(sides)[:, None]
+    total = jnp.sum(jnp.where(inside, values, 0), axis=1)
+    return total / jnp.asarray(sides, values.dtype)
 
 
 def _refresh_bases(
