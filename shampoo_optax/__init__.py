@@ -1,6 +1,7 @@
 """Distributed Shampoo and its family as optax gradient transforms."""
 
 from shampoo_optax._alias import shampoo, soap
+from shampoo_optax._alias_kl import kl_shampoo, kl_soap
 from shampoo_optax._averaging import (
     IterateAveragingState,
     ScaleByMomentumState,
@@ -74,6 +75,8 @@ __all__ = [
     "eval_params",
     "fill_absent",
     "from_portable",
+    "kl_shampoo",
+    "kl_soap",
     "primal_averaging",
     "scale_by_kl_shampoo",
     "scale_by_kl_soap",
