@@ -373,3 +373,10 @@ def test_padded_stacks_on_a_mesh(x64, method):
     got, state = scanned(tx, steps)
     assert helpers.total(state.failures) == helpers.total(single.failures) == 0
     assert helpers.worst_of_steps(got, want) <= 1e-9
+    kept, wanted = (
+        so.to_portable(t, s, steps[0]) for t, s in ((tx, state), (make(), single))
+    )
+    assert kept.keys() == wanted.keys()
+    for key in kept:
+        if key.split("/")[0] in (".factors", ".eigenvalues", ".moments"):
+            assert helpers.worst(kept[key], wanted[key]) <= 1e-9, key
