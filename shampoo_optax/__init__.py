@@ -1,7 +1,6 @@
 """Distributed Shampoo and its family as optax gradient transforms."""
 
 from shampoo_optax._alias import shampoo, soap
-from shampoo_optax._alias_kl import kl_shampoo, kl_soap
 from shampoo_optax._averaging import (
     IterateAveragingState,
     ScaleByMomentumState,
@@ -15,8 +14,8 @@ from shampoo_optax._chain import fill_absent
 from shampoo_optax._config import Axes, Blocking, Storage
 from shampoo_optax._decay import DecayWeightsState, decay_weights
 from shampoo_optax._describe import Description, describe
-from shampoo_optax._kl import scale_by_kl_shampoo
-from shampoo_optax._kl_soap import scale_by_kl_soap
+from shampoo_optax._kl import kl_shampoo, scale_by_kl_shampoo
+from shampoo_optax._kl_soap import kl_soap, scale_by_kl_soap
 from shampoo_optax._methods import (
     CoupledNewton,
     Eigendecomposed,
@@ -37,8 +36,7 @@ from shampoo_optax._portable import (
 )
 from shampoo_optax._shampoo import ScaleByShampooState, scale_by_shampoo
 from shampoo_optax._sign import ScaleBySignDescentState, scale_by_sign_descent
-from shampoo_optax._soap import scale_by_soap
-from shampoo_optax._soap_blocks import ScaleBySoapState
+from shampoo_optax._soap import ScaleBySoapState, scale_by_soap
 from shampoo_optax._spectral import (
     ScaleBySpectralDescentState,
     scale_by_spectral_descent,

@@ -11,8 +11,7 @@ from shampoo_optax._config import Axes, Blocking, Storage
 from shampoo_optax._methods import Basis, Eigh, EighBasis, Root
 from shampoo_optax._placement import Placement
 from shampoo_optax._shampoo import scale_by_shampoo
-from shampoo_optax._soap import scale_by_soap
-from shampoo_optax._soap_blocks import Form, IgnoredAxes
+from shampoo_optax._soap import Form, IgnoredAxes, scale_by_soap
 
 
 def shampoo(
