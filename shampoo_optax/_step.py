@@ -55,6 +55,13 @@ class Step(NamedTuple):
     started: jax.Array  # [], bool
 
 
+class Turned(NamedTuple):
+    """The gradient in coordinates in which norms are what they are in its own."""
+
+    blocks: Stacks  # [n, *block]
+    back: Callable[[Stacks], Stacks]  # maps blocks to the gradient's own coordinates
+
+
 def plain_fields(stacks: dict[str, Stack], options: Options) -> dict[str, Any]:
     """The initial values of the fields that all states have, `count` left out."""
     dtype = options.storage.momentum
@@ -155,7 +162,10 @@ def refresh_if_due(
 
 
 def finish(
-    step: Step, options: Options, direct: Callable[[Stacks], Stacks]
+    step: Step,
+    options: Options,
+    direct: Callable[[Stacks], Stacks],
+    turned: Turned | None = None,
 ) -> tuple[Stacks, dict[str, Any]]:
     """Filters the gradient, takes its direction, and grafts.
 
@@ -163,6 +173,8 @@ def finish(
       step: the step begun.
       options: the transform's arguments.
       direct: maps the filtered gradient to its direction.
+      turned: the coordinates in which the gradient is filtered. Default `None`: its
+        own.
 
     Returns:
       the directions, and the new values of the fields that all states have.
@@ -174,10 +186,12 @@ def finish(
         for blocks in (inputs.fields["graft_moments"], cast_like(held, step.blocks))
     )
     moments = update_moments(moments, step.entries, kept, options)
-    used, filtered = filter_gradient(
-        filtered, step.entries, kept, inputs.count, options
-    )
-    magnitude = graft_direction(moments, used, inputs.count, options)
+    entries = step.entries if turned is None else join(turned.blocks, groups)
+    used, filtered = filter_gradient(filtered, entries, kept, inputs.count, options)
+    own = used
+    if turned is not None and options.graft is not None:
+        own = join(turned.back(split(used, groups, inputs.blocks)), groups)
+    magnitude = graft_direction(moments, own, inputs.count, options)
     used, magnitude, moments, filtered = (
         split(joined, groups, inputs.blocks) if joined else {}
         for joined in (used, magnitude, moments, filtered)
