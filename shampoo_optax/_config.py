@@ -73,16 +73,23 @@ class Blocking:
 class Axes:
     """Which axes of a block have a factor, and of what kind.
 
+    Orders and axes are those of blocks, after merging: with the default `Blocking` a
+    convolution kernel is a matrix too. A dimension is as long as it is after merging.
+    A diagonal factor has the sums of squares that are on the diagonal of a whole one,
+    and its powers, with their ridge, are taken entry by entry.
+
     Args:
       sides: `"both"` sides of a matrix, or only its `"input"` (axis 0) or `"output"`
-        (axis 1); then the exponent is 1/2. Blocks of other orders are not concerned.
-        Default `"both"`.
-      min_order: blocks with fewer axes have no factors and are left to grafting, an
-        integer >= 1. Default 1.
+        (axis 1); then the default exponent is 1/2. Blocks of other orders are not
+        concerned. Default `"both"`.
+      min_order: blocks with fewer axes have no factors and are left to grafting, or
+        without it are as they come; an integer >= 1. Default 1.
       diagonal_above: longer dimensions are not cut, and have a diagonal factor; at
         least the block size. Default `None`: there are none.
       skip_above: longer dimensions are not cut, and have no factor; at least the
-        block size. Default `None`: there are none.
+        block size. The exponents of a block's other axes stay as they are,
+        1 / (2 * order) by default, as with an exponent of 0. It comes before
+        `diagonal_above`. Default `None`: there are none.
 
     Raises:
       ValueError: if a field has a value other than those above.
@@ -115,6 +122,13 @@ class Axes:
 class Storage:
     """In what form the state lies in memory; it is computed in float32 or wider.
 
+    A bfloat16 number takes up no change that is less than about 1/400 of it. Factors
+    in bfloat16 therefore want a `b2` of at most 0.99: with 0.999 they stop growing at
+    about a third of what they should be, and do not forget. Their smaller
+    eigenvalues, below 1/100 of the largest, are rounding errors, so that
+    `relative_eps` is 1e-2 by default then. Methods that know no eigenvalues may
+    refuse them (`state.failures`), and a :class:`PseudoInverse` needs an `rtol`.
+
     Args:
       factors: dtype of the factors, `"float32"`, `"bfloat16"`, or, with 64-bit arrays
         enabled, `"float64"`, in which they are also inverted. Default `None`: that
@@ -126,7 +140,8 @@ class Storage:
         Bases are no symmetric matrices, and stay whole. Default `False`.
 
     Raises:
-      ValueError: if a field has a value other than those above.
+      ValueError: if a field has a value other than those above; in `init`, if one is
+        `"float64"` without 64-bit arrays.
 
     Examples:
       >>> import shampoo_optax as so

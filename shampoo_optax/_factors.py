@@ -20,6 +20,7 @@ from shampoo_optax._stacks import (
     split,
 )
 from shampoo_optax._storage import (
+    asked_dtype,
     empty_matrices,
     identities,
     is_diagonal,
@@ -71,7 +72,8 @@ def stored_axes(
 
 def zero_factors(stacks: dict[str, Stack], options: Options) -> AxisStacks:
     """The factors before the first step, in their stored form."""
-    dtype, packed = options.storage.factors, options.storage.packed
+    dtype = asked_dtype(options.storage, "factors")
+    packed = options.storage.packed
     return stored_axes(
         stacks,
         options,
@@ -82,7 +84,8 @@ def zero_factors(stacks: dict[str, Stack], options: Options) -> AxisStacks:
 
 def identity_roots(stacks: dict[str, Stack], options: Options) -> AxisStacks:
     """The roots before the first refresh, in their stored form."""
-    dtype, packed = options.storage.roots, options.storage.packed
+    dtype = asked_dtype(options.storage, "roots")
+    packed = options.storage.packed
     return stored_axes(
         stacks,
         options,
@@ -93,7 +96,7 @@ def identity_roots(stacks: dict[str, Stack], options: Options) -> AxisStacks:
 
 def identity_bases(stacks: dict[str, Stack], options: Options) -> AxisStacks:
     """The bases before the first refresh; diagonal axes have none."""
-    dtype = options.storage.roots
+    dtype = asked_dtype(options.storage, "roots")
     return stored_axes(
         stacks, options, lambda stack, side: identities(stack, side, dtype, False)
     )

@@ -39,7 +39,9 @@ def relative_ridge(options: Options) -> ArrayLike:
     """The ridge in units of the largest eigenvalue."""
     if options.relative_eps is not None:
         return options.relative_eps
-    return 0.0 if isinstance(eigenvalue_root(options), PseudoInverse) else 1e-6
+    if isinstance(eigenvalue_root(options), PseudoInverse):
+        return 0.0
+    return 1e-2 if options.storage.factors == "bfloat16" else 1e-6
 
 
 def added_before(options: Options) -> ArrayLike:

@@ -39,6 +39,7 @@ from shampoo_optax._stacks import (
     per_slot,
     split,
 )
+from shampoo_optax._storage import asked_dtype
 
 
 class Step(NamedTuple):
@@ -57,7 +58,7 @@ class Step(NamedTuple):
 
 def plain_fields(stacks: dict[str, Stack], options: Options) -> dict[str, Any]:
     """The initial values of the fields that all states have, `count` left out."""
-    dtype = options.storage.momentum
+    dtype = asked_dtype(options.storage, "momentum")
     return dict(
         graft_moments=zero_blocks(stacks) if keeps_moments(options) else {},
         filtered=zero_blocks(stacks, dtype) if keeps_filtered(options) else {},

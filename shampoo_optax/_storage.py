@@ -15,8 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import dtypes
 from jax.typing import DTypeLike
 
+from shampoo_optax._config import Storage
 from shampoo_optax._stacks import Stack, traces
 
 
@@ -25,23 +27,24 @@ def packed_shape(side: int) -> tuple[int, int]:
     return (side // 2, side + 1) if side % 2 == 0 else (side // 2 + 1, side)
 
 
-def _holds_first(side: int) -> np.ndarray:
-    """Where the folded square of a packed matrix holds P, bool `[h, c]`."""
-    half, columns = packed_shape(side)
-    row, column = np.indices((half, columns - side // 2))
-    return column > row if side % 2 == 0 else column >= row
-
-
 def _library(array: jax.Array | np.ndarray) -> Any:
     """Arrays on the host stay there, with all their digits."""
     return np if isinstance(array, np.ndarray) else jnp
 
 
+def _is_right(rows: int, columns: int, xp: Any, offset: int = 0) -> jax.Array:
+    """Where the column is at least the row plus the offset, bool `[1, rows, columns]`.
+
+    Computed, since the program would hold every entry of a constant.
+    """
+    row, column = xp.arange(rows), xp.arange(columns)
+    return column[None, None] >= row[None, :, None] + offset
+
+
 def pack(matrices: jax.Array) -> jax.Array:
     """One triangle of each symmetric matrix, `[n, d, d]` to `[n, rows, columns]`."""
     xp, side = _library(matrices), matrices.shape[-1]
-    holds_first = _holds_first(side)
-    half = len(holds_first)
+    half, columns = packed_shape(side)
     first, beside = matrices[:, :half, :half], matrices[:, :half, half:]
     second = matrices[:, half:, half:]
     if side % 2 == 0:
@@ -49,14 +52,14 @@ def pack(matrices: jax.Array) -> jax.Array:
         second = xp.pad(second, ((0, 0), (0, 0), (0, 1)))
     else:
         second = xp.pad(second, ((0, 0), (1, 0), (0, 1)))
-    folded = xp.where(holds_first[None], first, second)
+    above = _is_right(half, columns - side // 2, xp, offset=1 - side % 2)
+    folded = xp.where(above, first, second)
     return xp.concatenate([folded, beside], axis=2)
 
 
 def unpack(packed: jax.Array, side: int) -> jax.Array:
     """The symmetric matrices of packed ones, `[n, side, side]`."""
-    xp, holds_first = _library(packed), _holds_first(side)
-    width = holds_first.shape[1]
+    xp, width = _library(packed), packed_shape(side)[1] - side // 2
     folded, beside = packed[:, :, :width], packed[:, :, width:]
     if side % 2 == 0:
         first, second = folded[:, :, 1:], folded[:, :, :-1]
@@ -72,9 +75,9 @@ def unpack(packed: jax.Array, side: int) -> jax.Array:
 def _mirrored(squares: jax.Array, upper: bool) -> jax.Array:
     """Symmetric matrices from one triangle of squares, `[n, h, h]`."""
     xp = _library(squares)
-    row, column = np.indices(squares.shape[1:])
-    kept = column >= row if upper else column <= row
-    return xp.where(kept[None], squares, squares.mT)
+    above = _is_right(*squares.shape[1:], xp)
+    kept, other = (squares, squares.mT) if upper else (squares.mT, squares)
+    return xp.where(above, kept, other)
 
 
 def is_diagonal(stored: jax.Array) -> bool:
@@ -120,6 +123,17 @@ def stored_traces(stored: jax.Array) -> jax.Array:
     flat = wide.reshape(len(wide), -1)
     first, second = (flat[:, start :: columns + 1][:, :half] for start in starts)
     return jnp.sum(first, axis=1) + jnp.sum(second, axis=1)
+
+
+def asked_dtype(storage: Storage, field: str) -> str | None:
+    """The dtype that is asked for, which must be one that arrays can have now."""
+    dtype = getattr(storage, field)
+    if dtype is not None and dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"`{field}` of `storage` must be at most 'float32' unless 64-bit arrays "
+            f"are enabled (`jax_enable_x64`), got {dtype!r}."
+        )
+    return dtype
 
 
 def empty_matrices(
