@@ -123,11 +123,11 @@ class Storage:
     """In what form the state lies in memory; it is computed in float32 or wider.
 
     A bfloat16 number takes up no change that is less than about 1/400 of it. Factors
-    in bfloat16 therefore want a `b2` of at most 0.99: with 0.999 they stop growing at
-    about a third of what they should be, and do not forget. Their smaller
-    eigenvalues, below 1/100 of the largest, are rounding errors, so that
-    `relative_eps` is 1e-2 by default then. Methods that know no eigenvalues may
-    refuse them (`state.failures`), and a :class:`PseudoInverse` needs an `rtol`.
+    in bfloat16 stop up to a quarter short of a steady mean with a `b2` of 0.99, at
+    about a third of it with 0.999, and then do not forget: larger ones want float32.
+    Their eigenvalues below 1/100 of the largest are rounding errors, so that
+    `relative_eps` is 1e-2 by default; iterations may refuse them all the same
+    (`state.failures` counts), and a :class:`PseudoInverse` needs an `rtol`.
 
     Args:
       factors: dtype of the factors, `"float32"`, `"bfloat16"`, or, with 64-bit arrays

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from shampoo_optax._config import Options
@@ -240,7 +241,7 @@ def update_factors(
     """
 
     def update(stored: jax.Array, name: str, axis: str) -> jax.Array:
-        wide = jnp.promote_types(stored.dtype, blocks[name].dtype)
+        wide = np.promote_types(stored.dtype, blocks[name].dtype)
         block, accepted = blocks[name].astype(wide), usable[name]
         if whiten is not None:
             block, accepted = _whitened(whiten, name, block, axis, stored, accepted)

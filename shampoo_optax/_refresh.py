@@ -129,16 +129,17 @@ def _batch(
     factors: AxisStacks, derived: Derived, sides: dict, members: list[Member]
 ) -> Batch:
     """Brings the factors of a call, and what was derived from them, together."""
+    loaded = jnp.concatenate([load(factors[name][axis]) for name, axis, _ in members])
     held = {
         field: [
-            load(stacks[name][axis])
+            load(stacks[name][axis]).astype(loaded.dtype)
             for name, axis, _ in members
             if axis in stacks.get(name, {})
         ]
         for field, stacks in derived.items()
     }
     return Batch(
-        jnp.concatenate([load(factors[name][axis]) for name, axis, _ in members]),
+        loaded,
         {field: jnp.concatenate(parts) for field, parts in held.items() if parts},
         _padding(sides, members, factors),
         tuple(members),

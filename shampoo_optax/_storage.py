@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from shampoo_optax._config import Storage
 from shampoo_optax._stacks import Stack, traces
+from shampoo_optax._trees import wide_dtype
 
 
 def packed_shape(side: int) -> tuple[int, int]:
@@ -97,7 +98,7 @@ def side_of(stored: jax.Array) -> int:
 
 
 def _widened(stored: jax.Array) -> jax.Array:
-    return stored.astype(jnp.promote_types(stored.dtype, jnp.float32))
+    return stored.astype(wide_dtype(stored.dtype))
 
 
 def load(stored: jax.Array) -> jax.Array:
