@@ -14,6 +14,10 @@ from shampoo_optax._chain import fill_absent
 from shampoo_optax._config import Axes, Blocking, Storage
 from shampoo_optax._decay import DecayWeightsState, decay_weights
 from shampoo_optax._describe import Description, describe
+from shampoo_optax._inverse_free import (
+    ScaleByInverseFreeShampooState,
+    scale_by_inverse_free_shampoo,
+)
 from shampoo_optax._kl import scale_by_kl_shampoo
 from shampoo_optax._methods import (
     CoupledNewton,
@@ -25,6 +29,7 @@ from shampoo_optax._methods import (
     PseudoInverse,
     QRBasis,
 )
+from shampoo_optax._more_aliases import inverse_free_shampoo, root_free_rmsprop
 from shampoo_optax._placement import Placement
 from shampoo_optax._polar import NewtonSchulz, Svd
 from shampoo_optax._portable import (
@@ -33,6 +38,7 @@ from shampoo_optax._portable import (
     state_shardings,
     to_portable,
 )
+from shampoo_optax._root_free import ScaleByRootFreeRmsState, scale_by_root_free_rms
 from shampoo_optax._shampoo import ScaleByShampooState, scale_by_shampoo
 from shampoo_optax._sign import ScaleBySignDescentState, scale_by_sign_descent
 from shampoo_optax._soap import ScaleBySoapState, scale_by_soap
@@ -59,7 +65,9 @@ __all__ = [
     "Placement",
     "PseudoInverse",
     "QRBasis",
+    "ScaleByInverseFreeShampooState",
     "ScaleByMomentumState",
+    "ScaleByRootFreeRmsState",
     "ScaleByShampooState",
     "ScaleBySignDescentState",
     "ScaleBySoapState",
@@ -72,9 +80,13 @@ __all__ = [
     "eval_params",
     "fill_absent",
     "from_portable",
+    "inverse_free_shampoo",
     "primal_averaging",
+    "root_free_rmsprop",
+    "scale_by_inverse_free_shampoo",
     "scale_by_kl_shampoo",
     "scale_by_momentum",
+    "scale_by_root_free_rms",
     "scale_by_shampoo",
     "scale_by_sign_descent",
     "scale_by_soap",

@@ -1,6 +1,6 @@
 """Records that shape the state and the trace, and the arguments of a transform."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -16,7 +16,7 @@ from shampoo_optax._checks import (
     check_number,
     is_known,
 )
-from shampoo_optax._methods import Eigh, PseudoInverse, Root
+from shampoo_optax._methods import Eigh, PseudoInverse, Root, check_exponent
 
 MergeFrom = Literal["leading", "trailing"]
 Sides = Literal["both", "input", "output"]
@@ -82,14 +82,16 @@ class Axes:
       sides: `"both"` sides of a matrix, or only its `"input"` (axis 0) or `"output"`
         (axis 1); then the default exponent is 1/2. Blocks of other orders are not
         concerned. Default `"both"`.
-      min_order: blocks with fewer axes have no factors and are left to grafting, or
-        without it are as they come; an integer >= 1. Default 1.
+      min_order: blocks with fewer axes have no factors and are left to grafting: their
+        direction is that of the grafted method, or without any the filtered gradient.
+        An integer >= 1. Default 1.
       diagonal_above: longer dimensions are not cut, and have a diagonal factor; at
         least the block size. Default `None`: there are none.
       skip_above: longer dimensions are not cut, and have no factor; at least the
         block size. The exponents of a block's other axes stay as they are,
-        1 / (2 * order) by default, as with an exponent of 0. It comes before
-        `diagonal_above`. Default `None`: there are none.
+        1 / (2 * order) by default, as with an exponent of 0. A block of nothing else
+        is left to grafting. It comes before `diagonal_above`. Default `None`: there
+        are none.
 
     Raises:
       ValueError: if a field has a value other than those above.
@@ -197,6 +199,8 @@ class Options:
     trace_scaling: ArrayLike = 0.0
     axes: Axes = Axes()
     storage: Storage = Storage()
+    batch_size: ArrayLike = 1.0
+    root_momentum: ArrayLike = 0.0
 
     def __post_init__(self):
         self._check_records()
@@ -206,7 +210,11 @@ class Options:
                 check_number(name, getattr(self, name))
         self._check_refresh()
         check_exponents(self.exponents)
+        for order, override in (self.exponents or {}).items():
+            several = isinstance(override, Mapping)
+            self._check_roots(order, override.values() if several else [override])
         check_number("trace_scaling", self.trace_scaling)
+        check_number("batch_size", self.batch_size, positive=True)
         self._check_axes()
         self._check_graft()
         self._check_ridge()
@@ -229,10 +237,10 @@ class Options:
             check_choice(name, getattr(self, name), (True, False))
 
     def _check_betas(self):
-        for name in ("b1", "b2", "b3", "graft_b2"):
+        for name in ("b1", "b2", "b3", "graft_b2", "root_momentum"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), high=1.0)
-        for name in ("b1", "b3"):
+        for name in ("b1", "b3", "root_momentum"):
             value = getattr(self, name)
             if value is not None and is_known(value) and value == 1:
                 raise ValueError(f"`{name}` must be below 1, got {value!r}.")
@@ -280,6 +288,11 @@ class Options:
                     f"`{name}` must be 0 with a PseudoInverse, got {value!r}."
                 )
 
+    def _check_roots(self, order: int, exponents: Iterable[float]):
+        for exponent in exponents:
+            if exponent != 0:
+                check_exponent(self.root, exponent, order)
+
     def factored_axes(self, block: tuple[int, ...]) -> dict[str, float]:
         """The axes of a block that have a factor, and their exponents e."""
         order, side = len(block), self.axes.sides
@@ -298,6 +311,8 @@ class Options:
             for axis, length in enumerate(block)
             if axis != left and not self._is_skipped(length)
         }
+        full = [e for k, e in exponents.items() if not self.is_diagonal(block[int(k)])]
+        self._check_roots(order, full)
         return {axis: e for axis, e in exponents.items() if e != 0}
 
     @property
@@ -306,6 +321,11 @@ class Options:
         overrides = (self.exponents or {}).items()
         fixed = {order for order, e in overrides if isinstance(e, Mapping)}
         return frozenset(fixed if self.axes.sides == "both" else {2, *fixed})
+
+    def is_left_to_grafting(self, block: tuple[int, ...]) -> bool:
+        """Whether `axes` says that no axis of a block has a factor."""
+        few = len(block) < self.axes.min_order
+        return few or (len(block) > 0 and all(map(self._is_skipped, block)))
 
     def _is_skipped(self, length: int) -> bool:
         return self.axes.skip_above is not None and length > self.axes.skip_above

@@ -62,9 +62,9 @@ class Part:
       slots: `{path of a parameter: its blocks' Slots}`, in the order of the blocks.
       bytes: `{field of the state: Bytes}`.
       flops: operations, `{kind: number}`: `"statistics"`, `"application"` (all other
-        matrix products) and `"entrywise"` at every step; `"refresh"` (products and
-        checks; one turn of an iteration) and `"decompositions"` (28 d^3 each) at a
-        refresh.
+        matrix products, and singular value decompositions, 48 m n min(m, n) each) and
+        `"entrywise"` at every step; `"refresh"` (products and checks; one turn of an
+        iteration) and `"decompositions"` (28 d^3 each, 17 d^3 by QR) at a refresh.
       wire: bytes sent in a step, `{"reduce-scatter": n, "all-gather": n}`; each is
         what the exchange brings to a device from all of them, itself included.
       efficiency: the share of a device if blocks were divided without padding, over
@@ -121,11 +121,12 @@ def describe(
     """Says what a transform will cost, before anything is allocated or compiled.
 
     Bytes are exact. Operations are counted in the traced step, a multiplication and
-    an addition as two; compilers do not count eigendecompositions, which are taken
-    as 28 d^3 operations each. Bytes on the wire are those of the dtype asked for; XLA
-    on CPU sends bfloat16 as float32. Transforms that work on blocks, such as Shampoo
-    and SOAP, are described wherever they are in `tx`, whose `init` must not be jitted;
-    of others only the memory is given.
+    an addition as two; compilers do not count decompositions: one into eigenvectors is
+    taken as 28 d^3 operations, one into singular vectors as 48 m n min(m, n). Bytes on
+    the wire are those of the dtype asked for; XLA on CPU sends bfloat16 as float32.
+    Transforms that work on blocks, such as Shampoo and SOAP, are described wherever
+    they are in `tx`, whose `init` must not be jitted; of others only the memory is
+    given.
 
     Args:
       params: a tree of parameters, arrays or `jax.ShapeDtypeStruct`s of any shapes.
@@ -169,6 +170,8 @@ def describe(
       graft_moments  4.00 MiB  16.0 MiB
       filtered       4.00 MiB  16.0 MiB
       failures            8 B      32 B
+      residuals           8 B      32 B
+      iterations          8 B      32 B
       skipped             8 B      32 B
       sum            32.0 MiB   128 MiB
       <BLANKLINE>

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 from shampoo_optax._methods import Basis, EighBasis, QRBasis
 from shampoo_optax._newton import add_to_diagonal, largest_row_sum
 from shampoo_optax._stacks import contract, per_slot, traces
+from shampoo_optax._storage import stored_traces
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -25,13 +26,13 @@ def scale_to_one(
     The smallest and the largest factors of a dtype then keep their digits.
 
     Args:
-      matrices: `[n, d, d]`, symmetric, finite.
+      matrices: `[n, d, d]`, symmetric, or diagonals `[n, d]`; finite.
       floor: counts in the place of a smaller trace. Default 0.
 
     Returns:
       the scaled matrices, and the powers of two `[n]`.
     """
-    trace = traces(matrices)
+    trace = stored_traces(matrices)
     info = jnp.finfo(trace.dtype)
     trace = jnp.clip(trace, jnp.asarray(floor, trace.dtype), info.max / 4)
     scale = jax.lax.reduce_precision(trace, info.nexp, 0)

@@ -1,16 +1,24 @@
 """Inverse roots by coupled matrix iterations: products alone, no decomposition."""
 
 from collections.abc import Callable
-from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
 
-from shampoo_optax._methods import CoupledNewton, HigherOrderNewton
+from shampoo_optax._methods import (
+    CoupledNewton,
+    HigherOrderNewton,
+    Iteration,
+    NewtonDB,
+    fraction_of,
+)
 from shampoo_optax._stacks import contract, traces
 
 _GROWTH = 1.2  # an error that grows by more than this has passed its minimum
 _STALLED = 1e-3  # an error that stands still below this is at its minimum
+_PROBES = 4  # vectors of a power iteration, of which some may miss what is sought
+
+State = tuple[jax.Array, ...]  # the last matrix goes to the identity
 
 
 def add_to_diagonal(matrices: jax.Array, values: jax.Array) -> jax.Array:
@@ -24,38 +32,133 @@ def largest_row_sum(matrices: jax.Array) -> jax.Array:
 
 
 def iterate_roots(
-    matrices: jax.Array, exponent: float, root: CoupledNewton | HigherOrderNewton
-) -> tuple[jax.Array, jax.Array]:
-    r"""Inverse roots :math:`A^{-q/p}` by the iteration that keeps X^p A = z^-1 M.
-
-    Each step multiplies X by S(M) and M by S(M)^p, where S(M) is the start of the
-    power series of :math:`M^{-1/p}` about the identity, to which M goes.
+    matrices: jax.Array,
+    exponent: float,
+    root: Iteration,
+    padding: jax.Array | None = None,
+    previous: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    r"""Inverse roots :math:`A^{-q/p}` by an iteration.
 
     Args:
       matrices: `[n, d, d]`, symmetric, positive, of about norm 1.
       exponent: q/p, the same for all.
-      root: the series and when to stop.
+      root: the iteration and when to stop.
+      padding: bool `[n, d]`, which rows and columns are padding; `None`: none are.
+      previous: `[n, d, d]`, inverses from which to start, for q/p = 1 alone; `None`:
+        the start is a multiple of the identity.
 
     Returns:
-      the roots `[n, d, d]`, and the residuals `[n]`: the largest entry of
-      |A X^p - I|.
+      the roots `[n, d, d]`, the residuals `[n]`, which are the largest entry of
+      |A X^p - I|, and the turns that each slot took, int32 `[n]`.
     """
-    ratio = Fraction(1 / exponent).limit_denominator(64)  # p / q
-    power, eye = ratio.numerator, _eye(matrices)
-    scale = _scale(matrices, power, root)[:, None, None]
+    ratio = 1 / fraction_of(exponent)  # p / q
+    power = ratio.numerator
+    if isinstance(root, NewtonDB):
+        roots, turns = _halved_roots(matrices, power, root, padding)
+    else:
+        roots, turns = _coupled_roots(matrices, power, root, previous)
+    residual = _largest_entry(_product(matrices, _power(roots, power)))
+    return _power(roots, ratio.denominator), residual, turns
+
+
+def _coupled_roots(
+    matrices: jax.Array,
+    power: int,
+    root: CoupledNewton | HigherOrderNewton,
+    previous: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Inverse p-th roots by the iteration that keeps M = A X^p.
+
+    Each turn multiplies X by S(M) and M by S(M)^p, where S(M) is the start of the
+    power series of M^(-1/p) about the identity, to which M goes.
+    """
+    eye, scale = _eye(matrices), _scale(matrices, power, root)[:, None, None]
     order = root.order if isinstance(root, HigherOrderNewton) else 2
     series = _series(power, order)
 
-    def step(products: jax.Array, first: jax.Array) -> jax.Array:
-        newton = _horner(eye - products, series[:2])
-        if order == 2:
-            return newton
-        return jnp.where(first, newton, _horner(eye - products, series))
+    def turn(state: State, first: jax.Array) -> State:
+        roots, products = state
+        factor = _horner(eye - products, series[:2])
+        if order > 2:
+            factor = jnp.where(first, factor, _horner(eye - products, series))
+        return _product(roots, factor), _product(_power(factor, power), products)
 
-    start = scale ** (1 / power) * eye
-    roots = _iterate(step, start, scale * matrices, power, root)
-    residual = _distance(_product(matrices, _power(roots, power)))
-    return _power(roots, ratio.denominator), residual
+    def halts(fresh: jax.Array, errors: jax.Array) -> jax.Array:
+        return (fresh == errors) & (fresh < _STALLED)
+
+    start = (scale ** (1 / power) * eye, scale * matrices)
+    if previous is not None:
+        start = _nearer(_from_previous(matrices, previous), start)
+    (roots, _), turns = _until_done(turn, start, root, _largest_entry, halts)
+    return roots, turns
+
+
+def _from_previous(matrices: jax.Array, previous: jax.Array) -> State:
+    """The state from previous inverses, so scaled that the iteration converges."""
+    products = _product(matrices, previous)
+    scale = _largest_eigenvalue(products, None, 10)[:, None, None]
+    return previous / scale, products / scale
+
+
+def _nearer(state: State, other: State) -> State:
+    """In each slot the state whose last matrix is nearer to the identity."""
+    first = _frobenius(state[-1]) < _frobenius(other[-1])
+    return tuple(
+        jnp.where(first[:, None, None], one, two)
+        for one, two in zip(state, other, strict=True)
+    )
+
+
+def _halved_roots(
+    matrices: jax.Array, power: int, root: NewtonDB, padding: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Inverse p-th roots by square roots of square roots, p = 1, 2, 4 or 8.
+
+    Each turn multiplies Y and Z by (3 I - Z Y) / 2; Z Y goes to the identity. With
+    the factors in another order rounding errors grow.
+    """
+    eye = _eye(matrices)
+
+    def turn(state: State, first: jax.Array) -> State:
+        square, inverse, products = state
+        factor = (3 * eye - products) / 2
+        square, inverse = _product(square, factor), _product(factor, inverse)
+        return square, inverse, _product(inverse, square)
+
+    def halts(fresh: jax.Array, errors: jax.Array) -> jax.Array:
+        # Without rounding an error below 1/2 goes to less than its square.
+        return (fresh > errors / 2) & (errors < 1 / 2)
+
+    scale = _largest_eigenvalue(matrices, padding, root.power_iterations)
+    scale = scale[:, None, None]
+    square, turns = matrices / scale, jnp.zeros(len(matrices), jnp.int32)
+    for _ in range(max(1, power.bit_length() - 1)):
+        start = (square, jnp.broadcast_to(eye, square.shape), square)
+        state, more = _until_done(turn, start, root, _frobenius, halts)
+        square, inverse, _ = state
+        turns += more
+    inverse = _power(inverse, 2) if power == 1 else inverse
+    return scale ** (-1 / power) * inverse, turns
+
+
+def _largest_eigenvalue(
+    matrices: jax.Array, padding: jax.Array | None, turns: int
+) -> jax.Array:
+    """An estimate from below by power iterations from fixed vectors, `[n]`."""
+    rows = jnp.arange(1, matrices.shape[-1] + 1, dtype=matrices.dtype)
+    columns = jnp.arange(1, _PROBES + 1, dtype=matrices.dtype)
+    vectors = jnp.cos(rows[:, None] * columns[None])[None]
+    if padding is not None:
+        vectors = jnp.where(padding[:, :, None], 0, vectors)
+    vectors = jnp.broadcast_to(vectors, (*matrices.shape[:2], _PROBES))
+
+    def turn(_, vectors):
+        lengths = jnp.linalg.norm(vectors, axis=1, keepdims=True)
+        return _product(matrices, vectors / lengths)
+
+    vectors = jax.lax.fori_loop(0, turns, turn, vectors)
+    return jnp.max(jnp.linalg.norm(vectors, axis=1), axis=1)
 
 
 def _scale(matrices, power: int, root: CoupledNewton | HigherOrderNewton) -> jax.Array:
@@ -82,35 +185,48 @@ def _horner(matrices: jax.Array, coefficients: list[float]) -> jax.Array:
     return value
 
 
-def _iterate(
-    step: Callable[[jax.Array, jax.Array], jax.Array],
-    roots: jax.Array,
-    products: jax.Array,
-    power: int,
-    root: CoupledNewton | HigherOrderNewton,
-) -> jax.Array:
-    """Multiplies every X by S(M) and M by S(M)^p until it is done by itself."""
-    errors = _distance(products)
+def _until_done(
+    turn: Callable[[State, jax.Array], State],
+    start: State,
+    root: Iteration,
+    error_of: Callable[[jax.Array], jax.Array],
+    halts: Callable[[jax.Array, jax.Array], jax.Array],
+) -> tuple[State, jax.Array]:
+    """Takes turns in each slot until it is done by itself.
+
+    Args:
+      turn: maps a state, and whether the turn is the first, to the next state.
+      start: the first state.
+      root: when to stop.
+      error_of: maps the last matrices of a state to their errors, `[n]`.
+      halts: maps new and old errors to where the error is at its minimum.
+
+    Returns:
+      the last state, and the turns that each slot took, int32 `[n]`.
+    """
+    errors = error_of(start[-1])
 
     def unfinished(carry):
         *_, running, done = carry
         return jnp.any(running) & (done < root.max_iterations)
 
     def advance(carry):
-        roots, products, errors, running, done = carry
-        factor = step(products, done == 0)
-        moving = running[:, None, None]
-        roots = jnp.where(moving, _product(roots, factor), roots)
-        products = jnp.where(
-            moving, _product(_power(factor, power), products), products
+        state, turns, errors, running, done = carry
+        moved = turn(state, done == 0)
+        state = tuple(
+            jnp.where(running[:, None, None], new, old)
+            for new, old in zip(moved, state, strict=True)
         )
-        fresh = _distance(products)
-        stuck = (fresh == errors) & (fresh < _STALLED)
-        running &= (done == 0) | ~((fresh > _GROWTH * errors) | stuck)
-        return roots, products, fresh, running & (fresh > root.tolerance), done + 1
+        turns += running
+        fresh = error_of(state[-1])
+        worse = (fresh > _GROWTH * errors) | halts(fresh, errors)
+        running &= (done == 0) | ~worse
+        return state, turns, fresh, running & (fresh > root.tolerance), done + 1
 
-    start = (roots, products, errors, errors > root.tolerance, jnp.int32(0))
-    return jax.lax.while_loop(unfinished, advance, start)[0]
+    turns = jnp.zeros(len(errors), jnp.int32)
+    carry = (start, turns, errors, errors > root.tolerance, jnp.int32(0))
+    state, turns, *_ = jax.lax.while_loop(unfinished, advance, carry)
+    return state, turns
 
 
 def _product(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -130,6 +246,11 @@ def _eye(matrices: jax.Array) -> jax.Array:
     return jnp.eye(matrices.shape[-1], dtype=matrices.dtype)[None]
 
 
-def _distance(matrices: jax.Array) -> jax.Array:
+def _largest_entry(matrices: jax.Array) -> jax.Array:
     """The largest entry of |M - I|, `[n]`."""
     return jnp.max(jnp.abs(matrices - _eye(matrices)), axis=(1, 2))
+
+
+def _frobenius(matrices: jax.Array) -> jax.Array:
+    """The Frobenius norm of M - I, `[n]`."""
+    return jnp.sqrt(jnp.sum(jnp.square(matrices - _eye(matrices)), axis=(1, 2)))

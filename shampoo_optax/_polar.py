@@ -18,9 +18,12 @@ from shampoo_optax._stacks import contract, per_slot
 Scale = Callable[[jax.Array, jax.Array], ArrayLike]  # of the rows and the columns
 Polynomial = tuple[float, ...]
 
-# Where singular values between these two are, they have to come close to 1, in so many
-# steps after those that are taken.
-SMALLEST, MORE_STEPS = 1e-3, 100
+MOST_STEPS = 100
+
+# A last polynomial that is repeated has to bring singular values from the first of
+# these to 1, in so many steps more than are taken; a schedule that fills the steps,
+# those from the second, and must not let smaller ones grow beyond.
+SMALLEST, MORE_STEPS, SMALLEST_SCHEDULED = 1e-3, 100, 1e-2
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,10 @@ class NewtonSchulz:
       coefficients: two or more numbers, or a tuple of such tuples of one length: the
         polynomial of each step, of which the last is repeated. All singular values
         from 1e-3 to 1 have to end within 0.5 of 1 if the last polynomial is applied
-        100 times more. Default (3.4445, -4.775, 2.0315).
-      steps: number of steps, an integer >= 1, and not below the number of
+        100 times more; with several, one for each of the `steps`, those from 1e-2 to
+        1 have to end there, and smaller ones below 1.5. Default
+        (3.4445, -4.775, 2.0315).
+      steps: number of steps, an integer from 1 to 100, and not below the number of
         polynomials. Default 5.
       eps: the norm is taken to be at least this, >= 0; above 0, blocks with smaller
         gradients move less. Default 0. The official package has 1e-8.
@@ -73,11 +78,20 @@ class NewtonSchulz:
     scale: Scale | None = None
 
     def __post_init__(self):
-        check_integer("steps", self.steps)
+        self._check_steps()
         object.__setattr__(self, "coefficients", _checked(self.coefficients))
         self._check_polynomials()
         check_number("eps", self.eps)
-        check_scale(self.scale, (), ())
+        object.__setattr__(self, "eps", float(self.eps))
+        _check_scale_of_sides(self.scale)
+
+    def _check_steps(self):
+        check_integer("steps", self.steps)
+        if self.steps > MOST_STEPS:
+            raise ValueError(
+                f"`steps` must be at most {MOST_STEPS}, got {self.steps!r}."
+            )
+        object.__setattr__(self, "steps", int(self.steps))
 
     def _check_polynomials(self):
         number = len(_polynomials(self.coefficients))
@@ -86,13 +100,14 @@ class NewtonSchulz:
                 f"`steps` must be at least the number of polynomials, {number}, got "
                 f"{self.steps!r}."
             )
-        values = np.geomspace(SMALLEST, 1, 257)
-        with np.errstate(over="ignore", invalid="ignore"):
-            for polynomial in _schedule(self.coefficients, self.steps + MORE_STEPS):
-                values = sum(
-                    a * values ** (2 * k + 1) for k, a in enumerate(polynomial)
-                )
-        if not np.all(np.abs(values - 1) <= 0.5):
+        fills = number == self.steps > 1
+        steps = self.steps if fills else self.steps + MORE_STEPS
+        given = np.geomspace(SMALLEST, 1, 257)
+        values = _iterated(given, _schedule(self.coefficients, steps))
+        smallest = SMALLEST_SCHEDULED if fills else SMALLEST
+        near = np.abs(values - 1) <= 0.5
+        small = (given < smallest) & (np.abs(values) <= 1.5)
+        if not np.all(near | small):
             raise ValueError(
                 "`coefficients` must bring singular values near 1, but take those from "
                 f"{SMALLEST} to 1 to {values.min():.3g} … {values.max():.3g}, got "
@@ -104,9 +119,15 @@ class NewtonSchulz:
 class Svd:
     r"""Polar factors by singular value decompositions, to rounding.
 
-    With :math:`G = U \Sigma V^\top` that is :math:`U V^\top`, of the singular values
-    above the machine epsilon times the largest side and the largest one: directions
-    that a gradient does not have are not made up.
+    With the singular values :math:`\sigma_1 \ge \sigma_2 \ge \cdots` of a gradient G
+    of m rows and n columns, and the machine epsilon u,
+
+    .. math::
+      P = \nu \sum_{i \in I} u_i v_i^\top, \qquad
+      I = \{i : \sigma_i > u \max(m, n)\, \sigma_1\}, \qquad
+      \nu = \sum_{i \in I} \sigma_i \text{ or } 1
+
+    Directions that a gradient does not have are not made up.
 
     Args:
       nuclear_scaling: whether it is multiplied by the nuclear norm of G, the sum of
@@ -132,14 +153,17 @@ class Svd:
 
     def __post_init__(self):
         check_choice("nuclear_scaling", self.nuclear_scaling, (True, False))
-        check_scale(self.scale, (), ())
+        _check_scale_of_sides(self.scale)
 
 
 Polar = NewtonSchulz | Svd
 
 
-def _polynomials(coefficients: tuple) -> tuple[Polynomial, ...]:
-    return coefficients if isinstance(coefficients[0], tuple) else (coefficients,)
+def _polynomials(coefficients: Any) -> tuple:
+    """Several as they are, one as a tuple of one."""
+    is_list = isinstance(coefficients, tuple | list) and len(coefficients) > 0
+    several = is_list and isinstance(coefficients[0], tuple | list)
+    return coefficients if several else (coefficients,)
 
 
 def _schedule(coefficients: tuple, steps: int) -> list[Polynomial]:
@@ -150,17 +174,15 @@ def _schedule(coefficients: tuple, steps: int) -> list[Polynomial]:
 
 def _checked(coefficients: Any) -> tuple:
     """One polynomial or several, as tuples of floats."""
-    is_list = isinstance(coefficients, tuple | list) and len(coefficients) > 0
-    several = is_list and isinstance(coefficients[0], tuple | list)
-    polynomials = coefficients if several else (coefficients,)
-    lengths = {len(p) for p in polynomials if _is_polynomial(p)}
-    if len(lengths) != 1 or not all(map(_is_polynomial, polynomials)):
+    polynomials = _polynomials(coefficients)
+    lengths = {len(p) if _is_polynomial(p) else 0 for p in polynomials}
+    if 0 in lengths or len(lengths) > 1:
         raise ValueError(
             "`coefficients` must be two or more finite numbers, or tuples of such of "
             f"one length, got {coefficients!r}."
         )
     found = tuple(tuple(map(float, polynomial)) for polynomial in polynomials)
-    return found if several else found[0]
+    return found if polynomials is coefficients else found[0]
 
 
 def _is_polynomial(numbers: Any) -> bool:
@@ -169,26 +191,62 @@ def _is_polynomial(numbers: Any) -> bool:
     return all(isinstance(x, Real) and math.isfinite(x) for x in numbers)
 
 
-def check_scale(scale: Any, *shapes: tuple[int, ...]) -> None:
-    """Refuses what does not map arrays of these shapes to a number, if anything."""
-    if scale is None:
-        return
-    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    wrong = None
+def _iterated(values: np.ndarray, schedule: Any) -> np.ndarray:
+    """What becomes of singular values."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        for polynomial in schedule:
+            values = sum(a * values ** (2 * k + 1) for k, a in enumerate(polynomial))
+    return values
+
+
+def check_scale(scale: Callable, *arguments: jax.ShapeDtypeStruct) -> None:
+    """Refuses a function that does not map such arrays to a real number."""
+    cause = None
     try:
         found = jax.eval_shape(scale, *arguments)
-        valid = found.shape == () and jnp.issubdtype(found.dtype, jnp.floating)
-    except (TypeError, AttributeError) as error:
-        valid, wrong = False, error
-    if not valid:
+        gives = f"gives {found}"
+    except Exception as error:  # of any kind: the function is the user's
+        found, gives, cause = None, f"raises {type(error).__name__}: {error}", error
+    if not _is_real_number(found):
+        shown = " and ".join(f"{x.dtype}{list(x.shape)}" for x in arguments)
         raise ValueError(
-            f"`scale` must be a function, written with jax.numpy, of {len(shapes)} "
-            f"array(s) that gives a real number, got {scale!r}."
-        ) from wrong
+            "`scale` must be a function, written with jax.numpy, that maps "
+            f"{shown} to one real number, but it {gives}, got {scale!r}."
+        ) from cause
+
+
+def _is_real_number(found: Any) -> bool:
+    kinds = jnp.integer, jnp.floating
+    return getattr(found, "shape", None) == () and any(
+        jnp.issubdtype(found.dtype, kind) for kind in kinds
+    )
+
+
+def _check_scale_of_sides(scale: Scale | None) -> None:
+    if scale is not None and not callable(scale):
+        raise ValueError(
+            f"`scale` must be a function of rows and columns, or None, got {scale!r}."
+        )
+    if scale is not None:
+        side = jax.ShapeDtypeStruct((), jnp.float32)
+        check_scale(scale, side, side)
+
+
+def signs_of_scales(scales: jax.Array) -> jax.Array:
+    """What grafting leaves of scales: their signs, and what is not finite.
+
+    The grafted norm takes their size away, but not from norms near the smallest
+    numbers, which it does not divide by as they are.
+    """
+    return jnp.where(jnp.isfinite(scales), jnp.sign(scales), scales)
 
 
 def orthogonalize(
-    blocks: jax.Array, rows: jax.Array, columns: jax.Array, method: Polar
+    blocks: jax.Array,
+    rows: jax.Array,
+    columns: jax.Array,
+    method: Polar,
+    grafted: bool = False,
 ) -> jax.Array:
     """Replaces the singular values of every block by 1, and scales.
 
@@ -197,28 +255,31 @@ def orthogonalize(
       rows: `[n]`, the numbers of rows without those zeros.
       columns: `[n]`, likewise.
       method: how.
+      grafted: whether the norms are replaced afterwards; then scales only give signs.
 
     Returns:
       `[n, r, c]`, zero for a zero block.
     """
-    size = norms(blocks)
     if isinstance(method, NewtonSchulz):
-        size = jnp.maximum(size, jnp.asarray(method.eps, size.dtype))
-    unit = blocks / per_slot(jnp.where(size > 0, size, 1), blocks)
-    if isinstance(method, NewtonSchulz):
-        factors = _newton_schulz(unit, method)
+        factors = _newton_schulz(blocks, method)
     else:
-        factors, nuclear = _svd(unit, jnp.maximum(rows, columns))
-        if method.nuclear_scaling:
-            factors *= per_slot(size * nuclear, factors)
+        factors, nuclear = _svd(blocks, jnp.maximum(rows, columns))
+        if method.nuclear_scaling and not grafted:
+            factors *= per_slot(nuclear, factors)
     if method.scale is None:
         return factors
     sides = (side.astype(blocks.dtype) for side in (rows, columns))
-    scales = jax.vmap(method.scale)(*sides)
-    return per_slot(jnp.asarray(scales, blocks.dtype), factors) * factors
+    scales = jnp.asarray(jax.vmap(method.scale)(*sides), blocks.dtype)
+    return per_slot(signs_of_scales(scales) if grafted else scales, factors) * factors
 
 
-def _newton_schulz(unit: jax.Array, method: NewtonSchulz) -> jax.Array:
+def _over(blocks: jax.Array, sizes: jax.Array) -> jax.Array:
+    return blocks / per_slot(jnp.where(sizes > 0, sizes, 1), blocks)
+
+
+def _newton_schulz(blocks: jax.Array, method: NewtonSchulz) -> jax.Array:
+    sizes = norms(blocks)
+    unit = _over(blocks, jnp.maximum(sizes, jnp.asarray(method.eps, sizes.dtype)))
     flipped = unit.shape[1] > unit.shape[2]  # products of the shorter side are smaller
     start = unit.mT if flipped else unit
 
@@ -234,10 +295,12 @@ def _newton_schulz(unit: jax.Array, method: NewtonSchulz) -> jax.Array:
     return factors.mT if flipped else factors
 
 
-def _svd(unit: jax.Array, sides: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _svd(blocks: jax.Array, sides: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The polar factors, and the nuclear norms `[n]`."""
+    sizes = norms(blocks)
+    unit = _over(blocks, sizes)
     left, values, right = jnp.linalg.svd(unit, full_matrices=False)
     floor = jnp.finfo(unit.dtype).eps * sides.astype(unit.dtype) * values[:, 0]
     kept = jnp.where(values > per_slot(floor, values), values, 0)
     left = jnp.where((kept > 0)[:, None, :], left, 0)
-    return contract(left, right, "nir,nrj->nij"), jnp.sum(kept, axis=1)
+    return contract(left, right, "nir,nrj->nij"), sizes * jnp.sum(kept, axis=1)

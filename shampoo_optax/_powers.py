@@ -6,7 +6,8 @@ from jax.typing import ArrayLike
 
 from shampoo_optax._checks import is_static
 from shampoo_optax._config import Options
-from shampoo_optax._methods import Eigendecomposed, Eigh, PseudoInverse, Root
+from shampoo_optax._eigen import scale_to_one
+from shampoo_optax._methods import Eigendecomposed, Eigh, NewtonDB, PseudoInverse, Root
 from shampoo_optax._stacks import per_slot
 from shampoo_optax._storage import stored_traces
 
@@ -39,9 +40,12 @@ def relative_ridge(options: Options) -> ArrayLike:
     """The ridge in units of the largest eigenvalue."""
     if options.relative_eps is not None:
         return options.relative_eps
-    if isinstance(eigenvalue_root(options), PseudoInverse):
+    root = eigenvalue_root(options)
+    if isinstance(root, PseudoInverse):
         return 0.0
-    return 1e-2 if options.storage.factors == "bfloat16" else 1e-6
+    if options.storage.factors == "bfloat16":
+        return 1e-2
+    return 1e-5 if isinstance(root, NewtonDB) else 1e-6
 
 
 def added_before(options: Options) -> ArrayLike:
@@ -64,6 +68,7 @@ def eigenvalue_powers(
     added: ArrayLike,
     sides: ArrayLike,
     scale: ArrayLike = 1.0,
+    precision: float | None = None,
 ) -> jax.Array:
     """The eigenvalues of roots from those of factors, in any order, `[n, d]`.
 
@@ -79,12 +84,13 @@ def eigenvalue_powers(
       added: what is in the values already, a number or `[n]`.
       sides: the sides before padding, a number or `[n]`.
       scale: what factors were divided by, a number or `[n]`. Default 1.
+      precision: the machine epsilon of the factors. Default `None`: that of `values`.
     """
     dtype = values.dtype
     powers = -jnp.broadcast_to(jnp.asarray(exponents, dtype), len(values))[:, None]
     smallest, largest = jnp.min(values, axis=1), jnp.max(values, axis=1)
     if isinstance(root, PseudoInverse):
-        rtol = jnp.asarray(sides, dtype) * jnp.finfo(dtype).eps
+        rtol = jnp.asarray(sides, dtype) * (precision or jnp.finfo(dtype).eps)
         rtol = rtol if root.rtol is None else root.rtol
         cutoff = jnp.maximum(rtol * jnp.maximum(largest, 0), root.atol / scale)
         inside = values > cutoff[:, None]
@@ -114,13 +120,19 @@ def diagonal_powers(
       added: what is in the values already. Default 0.
     """
     if padding is not None:
+        values = jnp.where(padding, 0, values)
+    values, scale = scale_to_one(values, options.eps)
+    if padding is not None:
         values = jnp.where(padding, values[:, :1], values)
-    return eigenvalue_powers(
+    undo = scale ** -jnp.asarray(exponents, values.dtype)
+    eps, added = (jnp.asarray(x, values.dtype) / scale for x in (options.eps, added))
+    return undo[:, None] * eigenvalue_powers(
         values,
         exponents,
         eigenvalue_root(options),
-        options.eps,
+        eps,
         relative_ridge(options),
         added,
         side_lengths(values, padding),
+        scale,
     )

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from shampoo_optax._checks import Graft, check_choice
+from shampoo_optax._checks import Graft, check_integer, check_number
 from shampoo_optax._config import Blocking, Options
 from shampoo_optax._placement import Placement
-from shampoo_optax._polar import check_scale
-from shampoo_optax._stacks import Inputs, Stacks, per_slot
+from shampoo_optax._polar import check_scale, signs_of_scales
+from shampoo_optax._stacks import Inputs, Stack, Stacks, per_slot
 from shampoo_optax._step import begin, finish, plain_fields
 from shampoo_optax._transform import Method, block_transform
 
@@ -66,17 +66,31 @@ def _scales(
 def _step(
     options: Options, scale: SignScale | None, inputs: Inputs
 ) -> tuple[Stacks, dict[str, Any]]:
-    def direct(used: Stacks) -> Stacks:
-        signs = {name: jnp.sign(blocks) for name, blocks in used.items()}
+    def one(name: str, blocks: jax.Array) -> jax.Array:
+        signs = jnp.sign(blocks)
         if scale is None:
             return signs
-        return {
-            name: per_slot(_scales(inputs, name, blocks, scale), blocks) * signs[name]
-            for name, blocks in used.items()
-        }
+        scales = _scales(inputs, name, blocks, scale)
+        if options.graft is not None:
+            scales = signs_of_scales(scales)
+        return per_slot(scales, blocks) * signs
+
+    def direct(used: Stacks) -> Stacks:
+        return {name: one(name, blocks) for name, blocks in used.items()}
 
     options = replace(options, **inputs.numbers)
     return finish(begin(inputs, options), options, direct)
+
+
+def _check_scale(scale: Any) -> None:
+    names = get_args(NamedScale)
+    if callable(scale):
+        check_scale(scale, jax.ShapeDtypeStruct((3, 2), jnp.float32))
+    elif scale is not None and not (isinstance(scale, str) and scale in names):
+        listed = ", ".join(map(repr, names))
+        raise ValueError(
+            f"`scale` must be {listed}, None or a function of a block, got {scale!r}."
+        )
 
 
 def scale_by_sign_descent(
@@ -100,9 +114,10 @@ def scale_by_sign_descent(
 
     .. math::
       P = s(\hat G)\, \mathrm{sign}(\hat G), \qquad
-      P \leftarrow P\, \|P_{graft}\| / \|P\|
+      P \leftarrow P\, \|P_{graft}\| / (\|P\| + 10^{-16})
 
-    with the second step only where `graft` says so. The sign of 0 is 0. With
+    with the second step only where `graft` says so; there the sign of s counts alone.
+    The sign of 0 is 0. With
     `b1=0.99, b3=0.9` it is Lion; with `scale="l1"` steepest descent in the largest
     absolute entry of a block. No factors are kept; blocks may have any number of axes.
 
@@ -115,7 +130,8 @@ def scale_by_sign_descent(
         stands for `b1`. Default `None`.
       scale: what the signs of a block are multiplied by: `"l1"`, the sum of the
         absolute entries of its filtered gradient, `"mean"`, their mean, or a function
-        that maps this gradient, an array of the block's shape, to a number. With a
+        that maps this gradient, an array of the block's shape, to a number. It is
+        tried on a shape [3, 2] at once, and on those of all blocks in `init`. With a
         `placement` a block may have zeros behind and its axes in another order: the
         function must not depend on them. Default `None`: 1.
       start: the first step that is not left to the grafted method alone, an integer
@@ -141,8 +157,9 @@ def scale_by_sign_descent(
 
     Raises:
       ValueError: if an argument has a value other than those above; in `init` or
-        `update`, if a leaf is not a real floating-point array, or the gradients'
-        paths or shapes are not those of the parameters.
+        `update`, if `scale` does not give a number for a block, a leaf is not a real
+        floating-point array, or the gradients' paths or shapes are not those of the
+        parameters.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -170,10 +187,9 @@ def scale_by_sign_descent(
       Chen et al., Symbolic Discovery of Optimization Algorithms, 2023,
       https://arxiv.org/abs/2302.06675.
     """
-    if not callable(scale):
-        check_choice("scale", scale, (None, *get_args(NamedScale)))
-    else:
-        check_scale(scale, (3, 2))
+    _check_scale(scale)
+    check_integer("start", start)
+    check_number("graft_b2", graft_b2, high=1.0)
     options = Options(
         b1=b1,
         b3=b3,
@@ -185,9 +201,13 @@ def scale_by_sign_descent(
         graft_drop_weighting=graft_drop_weighting,
         blocking=blocking,
     )
+
+    def init_fields(stacks: dict[str, Stack]) -> dict[str, Any]:
+        for stack in stacks.values() if callable(scale) else ():
+            check_scale(scale, jax.ShapeDtypeStruct(stack.block, stack.dtype))
+        return plain_fields(stacks, options)
+
     method = Method(
-        ScaleBySignDescentState,
-        partial(plain_fields, options=options),
-        partial(_step, options, scale),
+        ScaleBySignDescentState, init_fields, partial(_step, options, scale)
     )
     return block_transform(method, options, placement)

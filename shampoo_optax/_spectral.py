@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from shampoo_optax._checks import Graft
+from shampoo_optax._checks import Graft, check_integer, check_number
 from shampoo_optax._config import Blocking, Options
 from shampoo_optax._placement import Placement
 from shampoo_optax._polar import NewtonSchulz, Polar, orthogonalize
@@ -60,7 +60,9 @@ def _step(
 ) -> tuple[Stacks, dict[str, Any]]:
     def direct(used: Stacks) -> Stacks:
         return {
-            name: orthogonalize(block, *_sides(inputs, name), method)
+            name: orthogonalize(
+                block, *_sides(inputs, name), method, options.graft is not None
+            )
             for name, block in used.items()
         }
 
@@ -88,11 +90,17 @@ def scale_by_spectral_descent(
     V^\top` of :func:`scale_by_shampoo`,
 
     .. math::
-      P = s(m, n)\, U V^\top, \qquad P \leftarrow P\, \|P_{graft}\| / \|P\|
+      P = s(m, n)\, \nu\, U V^\top, \qquad
+      P \leftarrow P\, \|P_{graft}\| / (\|P\| + 10^{-16})
 
-    up to the precision of `method`, which also has the scale s, and with the second
-    step only where `graft` says so. Blocks are orthogonalized each on its own; by
-    default they are whole matrices. No factors are kept.
+    up to the precision of `method`, which also has the scale s and the factor
+    :math:`\nu`, 1 or the nuclear norm :math:`\sum_i \sigma_i` of the filtered
+    gradient, and with the second step only where `graft` says so; there the sign of s
+    counts alone. Blocks are orthogonalized each on its own; by default they are whole
+    matrices. No factors are kept.
+
+    Blocks are divided by their norm first, so that directions do not depend on the
+    size of gradients; where that is 0, the direction is 0.
 
     Every block must be a matrix, once sides of 1 are dropped (`Blocking.merge_to`).
     Leave vectors and scalars to another transform, with `optax.partition`; `init`
@@ -169,6 +177,8 @@ def scale_by_spectral_descent(
         raise ValueError(
             f"`method` must be a NewtonSchulz or an Svd record, got {method!r}."
         )
+    check_integer("start", start)
+    check_number("graft_b2", graft_b2, high=1.0)
     # Where rows are told from columns, blocks must keep their axes.
     axes = {0: 0.0, 1: 0.0}
     options = Options(

@@ -181,8 +181,13 @@ def finish(
         split(joined, groups, inputs.blocks) if joined else {}
         for joined in (used, magnitude, moments, filtered)
     )
+    alone = {
+        name: block
+        for name, block in magnitude.items()
+        if options.is_left_to_grafting(block.shape[1:])
+    }
     direction, moving = graft(
-        direct(used), magnitude, step.usable, step.started, groups
+        direct(used) | alone, magnitude, step.usable, step.started, groups
     )
     still = {name: inputs.present[name] & ~slots for name, slots in moving.items()}
     skipped = _add(inputs.fields["skipped"], still, groups)

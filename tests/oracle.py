@@ -80,3 +80,22 @@ def shampoo(shape, grads, *, b1, b2, b3, eps, relative_eps, every, start, correc
                 p = magnitude if t < start else p
             directions[t - 1][index] = p
     return [None if d is None else d.reshape(shape) for d in directions]
+
+
+# ---- Newton–Schulz
+
+QUINTIC = (3.4445, -4.775, 2.0315)
+
+
+def polynomials(coefficients, steps):
+    given = np.atleast_2d(coefficients)
+    return [given[min(step, len(given) - 1)] for step in range(steps)]
+
+
+def newton_schulz(matrix, coefficients, steps):
+    """The iteration on singular values alone."""
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    values = values / np.sqrt(np.sum(values**2))
+    for polynomial in polynomials(coefficients, steps):
+        values = sum(a * values ** (2 * k + 1) for k, a in enumerate(polynomial))
+    return (left * values) @ right

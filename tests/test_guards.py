@@ -167,10 +167,10 @@ def fail_once(monkeypatch, spoil):
     genuine = _roots.inverse_roots
 
     def inverse_roots(factors, *args, **kwargs):
-        roots, residual = genuine(factors, *args, **kwargs)
+        roots, residual, turns = genuine(factors, *args, **kwargs)
         traces = jnp.trace(factors, axis1=1, axis2=2)
         chosen = (traces > 2.5) & (traces < 3.5)
-        return spoil(chosen, roots, residual)
+        return *spoil(chosen, roots, residual), turns
 
     monkeypatch.setattr(_roots, "inverse_roots", inverse_roots)
 
@@ -252,6 +252,8 @@ def test_large_residual_counts_as_a_failure(monkeypatch):
     fail_once(monkeypatch, large_residual)
     updates, states = helpers.trace(so.scale_by_shampoo(**BARE), steps[0], steps)
     assert [helpers.total(state.failures) for state in states] == [0, 0, 1, 1]
+    residuals = [float(state.residuals["6x4"][0]) for state in states]
+    assert residuals[2] == 1 and max(residuals[:2] + residuals[3:]) < 1e-5
     for axis in ("0", "1"):
         kept, before = (states[t].roots["6x4"][axis] for t in (2, 1))
         np.testing.assert_array_equal(kept, before)

@@ -1,9 +1,12 @@
 """Inverse roots: reference matrices, and spectra whose roots are known."""
 
+import contextlib
+import functools
 import json
 
 import golden
 import helpers
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -34,109 +37,170 @@ def test_root_follows_the_reference(entry, x64):
     matrix, expected = (MATRICES[f"c{entry['id']}_{name}"] for name in "AX")
     arguments = {"eps": entry["epsilon"]} | golden.root_of(entry["config"])
     exponents = np.array([1 / entry["root_float"]])
-    roots, residual = inverse_roots(jnp.asarray(matrix)[None], exponents, **arguments)
+    compute = helpers.quick_jit(
+        lambda matrix: inverse_roots(matrix[None], exponents, **arguments)
+    )
+    roots, residual, turns = compute(matrix)
     error = np.max(np.abs(roots[0] - expected)) / np.max(np.abs(expected))
     assert error <= max(1000 * entry["sensitivity"], 1e-9)
     assert residual[0] <= 1e-3 or "stopped early" in entry["note"]
+    if entry.get("termination") == "CONVERGED":
+        assert turns[0] == entry["iterations"]
+    elif entry.get("termination") == "EARLY_STOP":
+        # It goes on until rounding errors grow, which is up to their order of summing.
+        assert abs(turns[0] - entry["iterations"]) <= 2
+    elif entry.get("termination") == "REACHED_MAX_ITERS":
+        assert turns[0] == entry["config"]["max_iterations"]
+    elif entry["config"]["type"] == "Eigen":
+        assert turns[0] == 0
 
 
 # ---- named spectra
 
-RIDGE = 1e-4  # relative to the largest eigenvalue
+POWERS = (1, 2, 4, 6, 8, 3 / 2)
+SIDES = (1, 2, 3, 31, 32, 33, 64, 100, 257)
+RIDGE = {"float32": 1e-4, "float64": 1e-9}  # relative to the largest eigenvalue
+# Of these the pseudo-inverse can tell the range by RANK.
+CLEAR = ("identity", "linear 1e2", "clustered", "rank-deficient", "Gaussian Gram")
+RANK = 3e-4
 
 
-def spectra(side, rng):
+def spectra(side):
     """Eigenvalues `[side]` by name; the largest is 1."""
+    rng = np.random.default_rng(side)
     index = np.linspace(0, 1, side) if side > 1 else np.zeros(1)
     samples = rng.standard_normal((side, 4 * side))
     gram = np.linalg.eigvalsh(samples @ samples.T)
+    conditions = (1e2, 1e4, 1e6, 1e8, 1e12)
     return {
         "identity": np.ones(side),
-        "linear, condition 1e2": 1 - 0.99 * index,
-        "linear, condition 1e12": 1 - (1 - 1e-12) * index,
-        "geometric, condition 1e2": 1e-2**index,
-        "geometric, condition 1e6": 1e-6**index,
-        "geometric, condition 1e12": 1e-12**index,
+        **{f"linear {c:.0e}".replace("e+0", "e"): 1 - (1 - 1 / c) * index
+           for c in (1e2, 1e12)},
+        **{f"geometric {c:.0e}": c**-index for c in conditions},
         "clustered": np.where(index < 0.5, 1.0, 1e-3),
         "rank-deficient": np.where(index < 0.5, 1.0, 0.0),
         "Gaussian Gram": gram / gram[-1],
-    }
+    }  # fmt: skip
 
 
-def known_roots(side, powers, seed=0):
-    """Matrices `[n, d, d]` and their exact inverse roots with the ridge, float64.
+@functools.cache
+def known_matrices(side):
+    """Eigenvalues `[n, d]`, eigenvectors and matrices `[n, d, d]`, float64."""
+    rng, values = np.random.default_rng(0), list(spectra(side).values())
+    vectors, _ = np.linalg.qr(rng.standard_normal((len(values), side, side)))
+    half = vectors * np.sqrt(values)[:, None]
+    return np.array(values), vectors, half @ half.transpose(0, 2, 1)
 
-    One for every spectrum and every p of `powers`; and the exponents `[n]`.
+
+def assert_known(results, values, vectors, powers, eps, max_residual):
+    """The roots are those of these eigenvalues, as far as rounding lets one know.
+
+    Rounding moves an eigenvalue by about eps * sqrt(d) * lambda_max, so that its root
+    moves by that times e * condition, relative to the largest entry of the root.
     """
-    rng = np.random.default_rng(seed)
-    matrices, roots, exponents = [], [], []
-    for values in spectra(side, rng).values():
-        vectors, _ = np.linalg.qr(rng.standard_normal((side, side)))
-        for power in powers:
-            half = vectors * np.sqrt(values)
-            matrices.append(half @ half.T)
-            roots.append((vectors * (values + RIDGE) ** (-1 / power)) @ vectors.T)
-            exponents.append(1 / power)
-    return np.array(matrices), np.array(roots), np.array(exponents)
+    roots, residuals, _ = results
+    for got, residual, w, q, power in zip(
+        roots.astype(float), residuals, values, vectors, powers, strict=True
+    ):
+        weights = np.zeros_like(w)
+        np.power(w, -1 / power, out=weights, where=w > 0)
+        want = (q * weights) @ q.T
+        condition = np.max(w) / np.min(w[w > 0])
+        bound = 5 * eps * np.sqrt(len(w)) * (1 + condition / power)
+        error = np.max(np.abs(got - want)) / np.max(np.abs(want))
+        assert error <= bound
+        assert residual <= max_residual
 
 
-def assert_known_roots(side, powers, dtype, root):
-    matrices, expected, exponents = known_roots(side, powers)
-    roots, residuals = inverse_roots(
-        jnp.asarray(matrices, dtype), exponents, root, eps=RIDGE, relative_eps=0.0
+def run(compute, matrices, dtype):
+    """The results as NumPy arrays."""
+    wide = dtype == "float64"
+    with helpers.enable_x64() if wide else contextlib.nullcontext():
+        results = helpers.quick_jit(compute)(jnp.asarray(matrices, dtype))
+        return jax.tree.map(np.asarray, results)
+
+
+dtypes = pytest.mark.parametrize("dtype", ["float32", "float64"])
+
+
+@dtypes
+@pytest.mark.parametrize("side", SIDES)
+def test_decomposed_roots_of_named_spectra(side, dtype):
+    values, vectors, matrices = (
+        np.repeat(array, len(POWERS), axis=0) for array in known_matrices(side)
     )
-    assert roots.dtype == dtype
-    # An eigenvalue moves by at most eps * sqrt(d) * lambda_max, so that its root
-    # moves by that times e * condition, relative to the largest entry of the root.
-    bound = 20 * np.finfo(dtype).eps * np.sqrt(side) / RIDGE
-    for got, want in zip(np.asarray(roots, np.float64), expected, strict=True):
-        assert np.max(np.abs(got - want)) <= bound * np.max(np.abs(want))
-    assert np.max(residuals) <= root.max_residual
+    powers = np.tile(POWERS, len(values) // len(POWERS))
+    clear = np.repeat([name in CLEAR for name in spectra(side)], len(POWERS))
+    ridge, eps = RIDGE[dtype], np.finfo(dtype).eps
+
+    def compute(batch):
+        methods = (so.Eigh("before"), so.Eigh("after"))
+        range_alone = so.PseudoInverse(rtol=RANK)
+        return [
+            *(inverse_roots(batch, 1 / powers, how, ridge, 0.0) for how in methods),
+            inverse_roots(batch[clear], 1 / powers[clear], range_alone, 0.0, 0.0),
+        ]
+
+    before, after, inside = run(compute, matrices, dtype)
+    for results in (before, after, inside):
+        assert results[0].dtype == dtype and not np.any(results[2])
+    for results in (before, after):
+        assert_known(results, values + ridge, vectors, powers, eps, 1e-3)
+    assert_known(inside, values[clear], vectors[clear], powers[clear], eps, 1e-3)
 
 
-POWERS = (1, 2, 4, 6, 8, 3 / 2)
-dtypes = pytest.mark.parametrize("dtype", [np.float32, np.float64])
+ITERATIONS = {  # as far as rounding lets them
+    "CoupledNewton": so.CoupledNewton(tolerance=0.0),
+    "order 2": so.HigherOrderNewton(order=2, tolerance=0.0),
+    "order 4": so.HigherOrderNewton(order=4, tolerance=0.0),
+    "NewtonDB": so.NewtonDB(tolerance=0.0),
+}
 
 
-@dtypes
-@pytest.mark.parametrize("side", [1, 2, 3, 31, 32, 33, 64, 100])
-@pytest.mark.parametrize("ridge", ["before", "after"])
-def test_decomposed_roots_of_named_spectra(ridge, side, dtype):
-    with helpers.enable_x64():
-        assert_known_roots(side, POWERS, dtype, so.Eigh(ridge=ridge))
+def iterated_cases():
+    """Every power of every method in both dtypes, every side once at least."""
+    for name in ITERATIONS:
+        powers = (1, 2, 4, 8) if name == "NewtonDB" else POWERS
+        for shift, dtype in enumerate(RIDGE):
+            for index, side in enumerate(SIDES):
+                yield name, powers[(index + shift) % len(powers)], side, dtype
 
 
-@dtypes
-@pytest.mark.parametrize("side", [3, 33])
-@pytest.mark.parametrize("power", POWERS)
-@pytest.mark.parametrize("order", [2, 3])
-def test_iterated_roots_of_named_spectra(order, power, side, dtype):
-    root = so.HigherOrderNewton(order=order, tolerance=0.0)
-    with helpers.enable_x64():
-        assert_known_roots(side, [power], dtype, root)
+@pytest.mark.parametrize("name, power, side, dtype", list(iterated_cases()))
+def test_iterated_roots_of_named_spectra(name, power, side, dtype):
+    values, vectors, matrices = known_matrices(side)
+    exponents, root = np.full(len(values), 1 / power), ITERATIONS[name]
+    results = run(
+        lambda batch: inverse_roots(batch, exponents, root, RIDGE[dtype], 0.0),
+        matrices,
+        dtype,
+    )
+    assert results[0].dtype == dtype and results[2].dtype == jnp.int32
+    eps = np.finfo(dtype).eps
+    powers = np.full(len(values), power)
+    values = values + RIDGE[dtype]
+    assert_known(results, values, vectors, powers, eps, root.max_residual)
 
 
-@dtypes
-@pytest.mark.parametrize("power", [1, 2, 4, 6, 8])
-def test_newton_roots_of_named_spectra(power, dtype):
-    with helpers.enable_x64():
-        assert_known_roots(33, [power], dtype, so.CoupledNewton(tolerance=0.0))
+SCALES = np.array([1e-30, 1e-15, 1e15, 1e30])
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-15, 1e15, 1e30])
 @pytest.mark.parametrize(
-    "root", [so.Eigh(), so.CoupledNewton(), so.HigherOrderNewton()], ids=repr
+    "root",
+    [so.Eigh(), so.CoupledNewton(), so.HigherOrderNewton(), so.NewtonDB()],
+    ids=lambda root: type(root).__name__,
 )
-def test_roots_do_not_depend_on_scale(root, scale):
-    matrices, _, exponents = known_roots(8, [4])
-    plain, _ = inverse_roots(
-        jnp.asarray(matrices, jnp.float32), exponents, root, 0.0, RIDGE
+def test_roots_of_very_small_and_very_large_factors(root):
+    clear = [name in CLEAR[:3] for name in spectra(8)]
+    values, vectors, matrices = (array[clear] for array in known_matrices(8))
+    results = run(
+        lambda batch: inverse_roots(batch, np.full(12, 1 / 4), root, 0.0, 0.0),
+        np.kron(SCALES[:, None, None], matrices),
+        "float32",
     )
-    scaled, _ = inverse_roots(
-        jnp.asarray(scale * matrices, jnp.float32), exponents, root, 0.0, RIDGE
-    )
-    error = np.abs(np.asarray(scaled, np.float64) * scale**0.25 - plain)
-    assert np.max(error) <= 1e-3 * np.max(np.abs(plain))
+    scaled, vectors = np.kron(SCALES[:, None], values), np.tile(vectors, (4, 1, 1))
+    eps = np.finfo("float32").eps
+    assert_known(results, scaled, vectors, 12 * [4], eps, root.max_residual)
 
 
 def test_a_root_that_has_not_converged_is_refused():
@@ -144,6 +208,6 @@ def test_a_root_that_has_not_converged_is_refused():
     tx = so.scale_by_shampoo(
         **helpers.BARE, root=so.CoupledNewton(max_iterations=1, max_residual=1e-3)
     )
-    update, state = tx.update(gradient, tx.init(gradient), gradient)
+    (update,), (state,) = helpers.trace(tx, gradient, [gradient], jit=helpers.quick_jit)
     assert helpers.total(state.failures) == 1
     np.testing.assert_array_equal(update["w"], gradient["w"])  # identity roots
