@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import dtypes
 from jax.typing import ArrayLike
 
-from shampoo_optax._config import Options
+from shampoo_optax._config import Options, Storage
 from shampoo_optax._division import memory
 from shampoo_optax._stacks import (
     AxisStacks,
@@ -21,7 +22,6 @@ from shampoo_optax._stacks import (
     split,
 )
 from shampoo_optax._storage import (
-    asked_dtype,
     empty_matrices,
     identities,
     is_diagonal,
@@ -69,6 +69,17 @@ def stored_axes(
         if made:
             arrays[name] = made
     return arrays
+
+
+def asked_dtype(storage: Storage, field: str) -> str | None:
+    """The dtype that is asked for, which must be one that arrays can have now."""
+    dtype = getattr(storage, field)
+    if dtype is not None and dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"`{field}` of `storage` must be at most 'float32' unless 64-bit arrays "
+            f"are enabled (`jax_enable_x64`), got {dtype!r}."
+        )
+    return dtype
 
 
 def zero_factors(stacks: dict[str, Stack], options: Options) -> AxisStacks:

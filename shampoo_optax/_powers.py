@@ -6,10 +6,8 @@ from jax.typing import ArrayLike
 
 from shampoo_optax._checks import is_static
 from shampoo_optax._config import Options
-from shampoo_optax._eigen import scale_to_one
 from shampoo_optax._methods import Eigendecomposed, Eigh, NewtonDB, PseudoInverse, Root
-from shampoo_optax._stacks import per_slot
-from shampoo_optax._storage import stored_traces
+from shampoo_optax._stacks import per_slot, scale_to_one, traces
 
 
 def rescaled(factors: jax.Array, correction: jax.Array, options: Options) -> jax.Array:
@@ -24,7 +22,7 @@ def rescaled(factors: jax.Array, correction: jax.Array, options: Options) -> jax
     if is_static(options.trace_scaling, 0):
         return factors
     dtype = factors.dtype
-    trace = jnp.maximum(stored_traces(factors), jnp.asarray(options.eps, dtype))
+    trace = jnp.maximum(traces(factors), jnp.asarray(options.eps, dtype))
     trace = jnp.where(trace > 0, trace, 1)
     power = -jnp.asarray(options.trace_scaling, dtype)
     return factors * per_slot(trace**power, factors)

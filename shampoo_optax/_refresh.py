@@ -93,7 +93,7 @@ def refresh(
     for members in _by_side(factors, kind).values():
         batch = _batch(factors, derived, sides, members)
         found = compute(batch)
-        alive = (_traces(batch.factors) > 0) | (jnp.asarray(ridge) > 0)
+        alive = (traces(batch.factors) > 0) | (jnp.asarray(ridge) > 0)
         sound = _is_finite(found.derived) & (found.residuals <= max_residual)
         for name, axis, slots in members:
             tried = usable[name] & alive[slots]
@@ -144,10 +144,6 @@ def _batch(
         _padding(sides, members, factors),
         tuple(members),
     )
-
-
-def _traces(factors: jax.Array) -> jax.Array:
-    return jnp.sum(factors, axis=1) if is_diagonal(factors) else traces(factors)
 
 
 def _is_finite(derived: dict[str, jax.Array]) -> jax.Array:

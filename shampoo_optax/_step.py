@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from shampoo_optax._config import Options
 from shampoo_optax._factors import (
     Whiten,
+    asked_dtype,
     factored_axes,
     update_factors,
     usable_slots,
@@ -39,7 +40,6 @@ from shampoo_optax._stacks import (
     per_slot,
     split,
 )
-from shampoo_optax._storage import asked_dtype
 
 
 class Step(NamedTuple):

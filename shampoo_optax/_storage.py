@@ -15,10 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import dtypes
 from jax.typing import DTypeLike
 
-from shampoo_optax._config import Storage
 from shampoo_optax._stacks import Stack, traces
 from shampoo_optax._trees import wide_dtype
 
@@ -115,8 +113,6 @@ def store(values: jax.Array, like: jax.Array) -> jax.Array:
 def stored_traces(stored: jax.Array) -> jax.Array:
     """The trace of each matrix, `[n]`, float32 or wider; reads the diagonals alone."""
     wide, side = _widened(stored), side_of(stored)
-    if is_diagonal(stored):
-        return jnp.sum(wide, axis=1)
     if not is_packed(stored):
         return traces(wide)
     half, columns = packed_shape(side)
@@ -124,17 +120,6 @@ def stored_traces(stored: jax.Array) -> jax.Array:
     flat = wide.reshape(len(wide), -1)
     first, second = (flat[:, start :: columns + 1][:, :half] for start in starts)
     return jnp.sum(first, axis=1) + jnp.sum(second, axis=1)
-
-
-def asked_dtype(storage: Storage, field: str) -> str | None:
-    """The dtype that is asked for, which must be one that arrays can have now."""
-    dtype = getattr(storage, field)
-    if dtype is not None and dtypes.canonicalize_dtype(dtype) != dtype:
-        raise ValueError(
-            f"`{field}` of `storage` must be at most 'float32' unless 64-bit arrays "
-            f"are enabled (`jax_enable_x64`), got {dtype!r}."
-        )
-    return dtype
 
 
 def empty_matrices(
