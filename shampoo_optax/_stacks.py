@@ -155,7 +155,9 @@ def traces(matrices: jax.Array) -> jax.Array:
     if matrices.ndim == 2:
         return jnp.sum(matrices, axis=1)
     n, side, _ = matrices.shape
-    return jnp.sum(matrices.reshape(n, -1)[:, :: side + 1], axis=1)
+    flat = matrices.reshape(n, -1)
+    # In older JAX an index with a stride is a gather.
+    return jnp.sum(jax.lax.slice_in_dim(flat, 0, None, side + 1, axis=1), axis=1)
 
 
 def scale_to_one(

@@ -118,7 +118,10 @@ def stored_traces(stored: jax.Array) -> jax.Array:
     half, columns = packed_shape(side)
     starts = (0, 1) if side % 2 == 0 else (0, columns)
     flat = wide.reshape(len(wide), -1)
-    first, second = (flat[:, start :: columns + 1][:, :half] for start in starts)
+    first, second = (
+        jax.lax.slice_in_dim(flat, start, None, columns + 1, axis=1)[:, :half]
+        for start in starts
+    )
     return jnp.sum(first, axis=1) + jnp.sum(second, axis=1)
 
 
