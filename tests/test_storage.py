@@ -478,7 +478,7 @@ def test_compiles_once_and_gives_its_memory_back(devices):
 
 
 def test_injected_hyperparameters_and_mapped_parameters():
-    kwargs = dict(refresh_every=2, relative_eps=0.1, storage=PACKED)
+    kwargs = dict(b1=0.5, b2=0.5, refresh_every=2, relative_eps=0.125, storage=PACKED)
     tx = so.scale_by_shampoo(**kwargs)
     injected = optax.inject_hyperparams(so.scale_by_shampoo)(**kwargs)
     steps = [g["square"] for g in STEPS[:4]]
