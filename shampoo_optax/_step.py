@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from shampoo_optax._config import Options
 from shampoo_optax._factors import (
     Whiten,
+    asked_dtype,
     factored_axes,
     update_factors,
     usable_slots,
@@ -64,7 +65,7 @@ class Turned(NamedTuple):
 
 def plain_fields(stacks: dict[str, Stack], options: Options) -> dict[str, Any]:
     """The initial values of the fields that all states have, `count` left out."""
-    dtype = options.storage.momentum
+    dtype = asked_dtype(options.storage, "momentum")
     return dict(
         graft_moments=zero_blocks(stacks) if keeps_moments(options) else {},
         filtered=zero_blocks(stacks, dtype) if keeps_filtered(options) else {},
@@ -196,8 +197,13 @@ def finish(
         split(joined, groups, inputs.blocks) if joined else {}
         for joined in (used, magnitude, moments, filtered)
     )
+    alone = {
+        name: block
+        for name, block in magnitude.items()
+        if options.is_left_to_grafting(block.shape[1:])
+    }
     direction, moving = graft(
-        direct(used), magnitude, step.usable, step.started, groups
+        direct(used) | alone, magnitude, step.usable, step.started, groups
     )
     still = {name: inputs.present[name] & ~slots for name, slots in moving.items()}
     skipped = count_slots(inputs.fields["skipped"], still, groups)
