@@ -51,6 +51,11 @@ def scale_by_kl_shampoo(
     of Shampoo. A block whose whitened gradient would overflow a factor leaves that
     factor as it is.
 
+    A block's factors then say nothing of their single scales, which would drift apart.
+    Without an absolute ridge they are balanced at a refresh by powers of 4, which moves
+    no direction. Blocks of more than two axes (`Blocking.merge_to`) need :math:`b_2^T`
+    well above 1/2, T steps from refresh to refresh, or their scales oscillate.
+
     Args:
       b1: decay rate of the filtered gradient, in [0, 1); 0 takes the gradient as it
         is and stores nothing. Default 0.9.

@@ -8,6 +8,7 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
+from shampoo_optax._balance import balance_of, balanced, balanced_fields
 from shampoo_optax._checks import Exponents, Graft
 from shampoo_optax._config import Axes, Blocking, Options, Storage
 from shampoo_optax._factors import (
@@ -21,6 +22,7 @@ from shampoo_optax._factors import (
 from shampoo_optax._methods import Eigendecomposed, Eigh, Root
 from shampoo_optax._placement import Placement
 from shampoo_optax._preconditioning import precondition
+from shampoo_optax._refresh import Derived, Report
 from shampoo_optax._roots import refresh_roots
 from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks
 from shampoo_optax._step import begin, factored_fields, finish, refresh_if_due
@@ -108,18 +110,24 @@ def _step(
         return multiply({name: block}, inputs.fields, left_out=axis, back=False)[name]
 
     step = begin(inputs, options, whiten if whitened else None)
-    recompute = partial(
-        refresh_roots,
-        step.factors,
-        usable=step.usable,
-        sides=inputs.sides,
-        exponents=exponents,
-        correction=statistics_correction(options, inputs.count),
-        options=options,
-    )
+    balance = balance_of(step, exponents, options) if whitened else {}
+    factors = balanced("factors", step.factors, balance)
+
+    def recompute(derived: Derived, report: Report) -> tuple[Derived, Report]:
+        return refresh_roots(
+            factors,
+            balanced_fields(derived, balance),
+            report,
+            usable=step.usable,
+            sides=inputs.sides,
+            exponents=exponents,
+            correction=statistics_correction(options, inputs.count),
+            options=options,
+        )
+
     derived = refresh_if_due(step, recompute, ("roots", "bases", "eigenvalues"))
     directions, fields = finish(step, options, partial(multiply, derived=derived))
-    return directions, dict(fields, factors=step.factors, **derived)
+    return directions, dict(fields, factors=factors, **derived)
 
 
 def scale_by_shampoo(
