@@ -17,7 +17,6 @@ from shampoo_optax._methods import PseudoInverse
 from shampoo_optax._powers import eigenvalue_root
 from shampoo_optax._refresh import Derived
 from shampoo_optax._stacks import AxisStacks, per_slot
-from shampoo_optax._step import Step
 from shampoo_optax._storage import side_of, stored_traces
 
 # Of two, to multiply factors, eigenvalues and roots by, for one step of balance.
@@ -27,23 +26,31 @@ Balance = dict[str, dict[str, jax.Array]]  # {stack: {axis: int32 [n]}}
 
 
 def balance_of(
-    step: Step, exponents: dict[str, dict[str, float]], options: Options
+    factors: AxisStacks,
+    moved: dict[str, jax.Array],
+    sides: dict[str, dict[str, jax.Array]],
+    exponents: dict[str, dict[str, float]],
+    options: Options,
 ) -> Balance:
-    """By how many powers of 4 each factor is to be multiplied at this step.
+    """By how many powers of 4 each factor of a block of two or more is multiplied.
 
-    None but at a refresh, in usable slots of blocks of two or more factors.
+    Args:
+      factors: as stored.
+      moved: `{stack: bool [n]}`; other slots stay as they are.
+      sides: `{stack: {axis: [n]}}`, before padding, where there is any.
+      exponents: `{stack: {axis: e}}`.
+      options: the transform's arguments.
     """
     breaking = options.eps, options.trace_scaling, _atol(options)
     if any(isinstance(number, int | float) and number for number in breaking):
         return {}
-    sides, found, allowed = step.inputs.sides, {}, step.due
+    found, allowed = {}, jnp.ones((), bool)
     for number in breaking:
         allowed &= jnp.asarray(number) == 0
-    for name, factors in step.factors.items():
-        if len(factors) > 1 and set(exponents[name].values()) == {1 / 2}:
-            known = sides.get(name, {})
-            moved = allowed & step.usable[name]
-            found[name] = _balance_block(factors, known, moved)
+    for name, axes in factors.items():
+        if len(axes) > 1 and set(exponents[name].values()) == {1 / 2}:
+            known, slots = sides.get(name, {}), allowed & moved[name]
+            found[name] = _balance_block(axes, known, slots)
     return found
 
 

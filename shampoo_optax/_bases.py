@@ -12,8 +12,9 @@ from shampoo_optax._factors import apply_axes, statistics_weight
 from shampoo_optax._grafting import accumulate
 from shampoo_optax._methods import Basis
 from shampoo_optax._newton import add_to_diagonal
-from shampoo_optax._powers import rescaled
+from shampoo_optax._powers import rescaled, unpadded_ridge
 from shampoo_optax._refresh import Batch, Derived, Fresh, Report, refresh
+from shampoo_optax._retry import widened
 from shampoo_optax._stacks import AxisStacks, Stacks, cast_like, per_slot
 
 
@@ -27,6 +28,7 @@ def refresh_bases(
     correction: jax.Array,
     ridge: ArrayLike,
     basis: Basis,
+    least: float,
     options: Options,
 ) -> tuple[Derived, Report]:
     """New bases, and eigenvalues where they are kept, from the factors.
@@ -42,17 +44,21 @@ def refresh_bases(
       correction: divides the factors.
       ridge: added to the factors.
       basis: the method.
+      least: the |cos| from which on a column counts as an old one.
       options: the transform's arguments.
     """
 
     def compute(batch: Batch) -> Fresh:
         matrices = rescaled(batch.factors, correction, options)
-        added = jnp.full(len(matrices), ridge, matrices.dtype)
+        added = unpadded_ridge(ridge, matrices, batch.padding)
         old = batch.derived["bases"]
-        bases, values, *about = eigenbases(
-            add_to_diagonal(matrices, added), old, basis, batch.padding
-        )
-        bases, values = align(old, bases, values)
+
+        def decompose(batched: jax.Array) -> tuple[jax.Array, ...]:
+            return eigenbases(batched, old.astype(batched.dtype), basis, batch.padding)
+
+        sure = widened(decompose, matrices.dtype, basis.max_residual)
+        bases, values, *about = sure(add_to_diagonal(matrices, added))
+        bases, values = align(old, bases, values, least)
         found = {"bases": bases, "eigenvalues": values}
         return Fresh({field: found[field] for field in batch.derived}, *about)
 

@@ -83,8 +83,8 @@ class Axes:
         (axis 1); then the default exponent is 1/2. Blocks of other orders are not
         concerned. Default `"both"`.
       min_order: blocks with fewer axes have no factors and are left to grafting: their
-        direction is that of the grafted method, or without any the filtered gradient.
-        An integer >= 1. Default 1.
+        direction is that of the grafted method, or without any the filtered gradient
+        (in SOAP Adam's). An integer >= 1. Default 1.
       diagonal_above: longer dimensions are not cut, and have a diagonal factor; at
         least the block size. Default `None`: there are none.
       skip_above: longer dimensions are not cut, and have no factor; at least the

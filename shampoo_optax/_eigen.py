@@ -11,10 +11,6 @@ from shampoo_optax._stacks import contract, per_slot, scale_to_one, traces
 
 Pair = tuple[jax.Array, jax.Array]
 
-# Columns of two bases are the same vector where |cos| of their angle is at least this.
-# The official package leaves columns up to 0.9999 alike in the places of each other.
-_SAME = 0.99999
-
 
 def eigenbases(
     matrices: jax.Array,
@@ -70,24 +66,25 @@ def checked_eigh(
 
 
 def align(
-    previous: jax.Array, bases: jax.Array, values: jax.Array
+    previous: jax.Array, bases: jax.Array, values: jax.Array, least: float
 ) -> tuple[jax.Array, jax.Array]:
     r"""Puts columns that are old vectors, up to sign, in the old vectors' places.
 
     What is kept for each column of a basis, such as second moments, then stays with
     its vector when eigenvalues change their order. A new column q is an old one p
-    where :math:`|p^\top q|` is at least 0.99999, which allows for no second one; the
+    where :math:`|p^\top q|` is at least `least`, which allows for no second one; the
     other columns fill the places that are left, in their order.
 
     Args:
       previous: `[n, d, d]`, the old orthogonal bases.
       bases: `[n, d, d]`, the new ones.
       values: `[n, d]`, what belongs to the new columns: eigenvalues.
+      least: above :math:`1 / \sqrt 2`.
 
     Returns:
       the new bases and values, in the new order.
     """
-    same = jnp.abs(contract(previous, bases, "nij,nik->njk")) >= _SAME
+    same = jnp.abs(contract(previous, bases, "nij,nik->njk")) >= least
     place, column = (~jnp.any(same, axis=axis) for axis in (2, 1))
     order = jnp.cumsum(place, axis=1)[:, :, None] == jnp.cumsum(column, axis=1)[:, None]
     same |= place[:, :, None] & column[:, None] & order

@@ -52,8 +52,9 @@ def scale_by_kl_shampoo(
     factor as it is.
 
     A block's factors then say nothing of their single scales, which would drift apart.
-    Without an absolute ridge they are balanced at a refresh by powers of 4, which moves
-    no direction. Blocks of more than two axes (`Blocking.merge_to`) need :math:`b_2^T`
+    Where all of its exponents are 1/2, without `eps`, `trace_scaling` and an absolute
+    rank tolerance, they are balanced at a refresh by powers of 4, which moves no
+    direction. Blocks of more than two axes (`Blocking.merge_to`) need :math:`b_2^T`
     well above 1/2, T steps from refresh to refresh, or their scales oscillate.
 
     Args:

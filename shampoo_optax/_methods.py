@@ -238,7 +238,9 @@ def fraction_of(exponent: float) -> Fraction:
 
 def check_exponent(root: Any, exponent: float, order: int) -> None:
     """Refuses an exponent e > 0 that an iteration cannot do."""
-    if isinstance(root, NewtonDB):
+    if getattr(root, "warm_start", False):
+        possible, rule = exponent == 1, "1 with `warm_start`"
+    elif isinstance(root, NewtonDB):
         possible, rule = exponent in (1, 1 / 2, 1 / 4, 1 / 8), "1, 1/2, 1/4 or 1/8"
     elif isinstance(root, Iteration):
         possible, rule = _is_fraction(exponent), "a fraction q/p with q <= 64"
@@ -246,8 +248,8 @@ def check_exponent(root: Any, exponent: float, order: int) -> None:
         return
     if not possible:
         raise ValueError(
-            f"`exponents` must be {rule} for a {type(root).__name__}, "
-            f"got {exponent!r} for order {order}."
+            f"`exponents`, or their default, must be {rule} for a "
+            f"{type(root).__name__}, got {exponent!r} for order {order}."
         )
 
 
@@ -343,7 +345,8 @@ class Eigendecomposed:
       basis: how the eigenvectors are computed, an :class:`EighBasis` or
         :class:`QRBasis`. Default `EighBasis()`.
       root: what becomes of the eigenvalues, an :class:`Eigh` (a ridge) or
-        :class:`PseudoInverse`. Default `Eigh()`.
+        :class:`PseudoInverse`; the smaller `max_residual` of the two counts. Default
+        `Eigh()`.
 
     Raises:
       ValueError: if a field has a value other than those above.
@@ -366,7 +369,8 @@ class Eigendecomposed:
 
     @property
     def max_residual(self) -> float:
-        return self.basis.max_residual
+        """The largest residual of a basis that is not refused."""
+        return min(self.basis.max_residual, self.root.max_residual)
 
 
 Root = Eigh | PseudoInverse | Iteration | Eigendecomposed

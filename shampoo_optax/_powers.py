@@ -52,6 +52,14 @@ def added_before(options: Options) -> ArrayLike:
     return options.eps if isinstance(root, Eigh) and root.ridge == "before" else 0.0
 
 
+def unpadded_ridge(
+    eps: ArrayLike, factors: jax.Array, padding: jax.Array | None
+) -> jax.Array:
+    """The ridge of every row that is not padding, `[n, d]`."""
+    ridge = jnp.full(factors.shape[:2], eps, factors.dtype)
+    return ridge if padding is None else jnp.where(padding, 0, ridge)
+
+
 def side_lengths(values: jax.Array, padding: jax.Array | None) -> ArrayLike:
     """The sides of factors before padding, a number or `[n]`."""
     return values.shape[-1] if padding is None else jnp.sum(~padding, axis=1)

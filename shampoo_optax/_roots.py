@@ -26,6 +26,7 @@ from shampoo_optax._powers import (
     relative_ridge,
     rescaled,
     side_lengths,
+    unpadded_ridge,
 )
 from shampoo_optax._refresh import Batch, Derived, Fresh, Report, refresh
 from shampoo_optax._retry import retried, widened
@@ -221,9 +222,9 @@ def refresh_roots(
 def _bases(matrices: jax.Array, batch: Batch, options: Options) -> Fresh:
     """Bases and eigenvalues, with the ridge where it is added before."""
     root = options.root
-    eps = jnp.full(len(matrices), added_before(options), matrices.dtype)
+    eps = unpadded_ridge(added_before(options), matrices, batch.padding)
     if is_diagonal(matrices):
-        values = matrices + eps[:, None]
+        values = matrices + eps
         return Fresh({"eigenvalues": values}, *_at_once(matrices))
     old = batch.derived["bases"]
 

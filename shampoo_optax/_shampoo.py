@@ -110,7 +110,12 @@ def _step(
         return multiply({name: block}, inputs.fields, left_out=axis, back=False)[name]
 
     step = begin(inputs, options, whiten if whitened else None)
-    balance = balance_of(step, exponents, options) if whitened else {}
+    moved = {name: step.due & slots for name, slots in step.usable.items()}
+    balance = (
+        balance_of(step.factors, moved, inputs.sides, exponents, options)
+        if whitened
+        else {}
+    )
     factors = balanced("factors", step.factors, balance)
 
     def recompute(derived: Derived, report: Report) -> tuple[Derived, Report]:

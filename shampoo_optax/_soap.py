@@ -83,6 +83,11 @@ class ScaleBySoapState(NamedTuple):
     skipped: dict[str, jax.Array]  # {stack: [n]}, int32
 
 
+# The |cos| from which on a new column is an old one. The official package leaves
+# columns up to 0.9999 alike in the places of each other.
+_SAME = {"official": 0.99999, "paper": 0.75}
+
+
 class Rules(NamedTuple):
     """What SOAP is told besides the options of all transforms."""
 
@@ -190,6 +195,7 @@ def _step(
         correction=statistics_correction(options, inputs.count),
         ridge=ridge,
         basis=rules.basis,
+        least=_SAME[rules.form],
         options=options,
     )
     renew = partial(refresh_if_due, step, recompute, ("bases", "eigenvalues"))
@@ -278,8 +284,10 @@ def scale_by_soap(
 
     D stays as it is when the bases change, but a column that is an old one, up to
     its sign, takes the old one's place, so that no moment is left behind where
-    eigenvalues only change their order. Precision, guards and absent gradients are
-    those of :func:`scale_by_shampoo`.
+    eigenvalues only change their order. It counts as an old one from a |cos| of 0.75
+    on, or of 0.99999 in the official form, which follows the order of the official
+    package wherever columns turn. Precision, guards and absent gradients are those of
+    :func:`scale_by_shampoo`.
 
     The two forms differ in the order of a step. In the official PyTorch package the
     refresh comes first, from factors that hold this step's gradient, and D and the
@@ -297,7 +305,8 @@ def scale_by_soap(
         is and stores nothing. Default 0.9.
       b2: decay rate of the factors and of the second moments, in [0, 1]; 1 makes
         them sums, as AdaGrad does. Default 0.99.
-      eps: added to the root of the second moments, >= 0. Default 1e-8.
+      eps: added to the root of the second moments, and to the diagonals of the factors
+        before bases are taken, >= 0. Default 1e-8.
       exponents: overrides of p by the order of a block, `{order: p}` with p >= 0.
         Default `None`: 1/2.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`

@@ -6,12 +6,16 @@ import json
 import pathlib
 
 import golden
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import shampoo_optax as so
+from shampoo_optax import _roots
+from shampoo_optax._config import Options
 from shampoo_optax._powers import eigenvalue_powers
+from shampoo_optax._refresh import Batch
 
 with np.load(golden.DATA / "matrix-functions.npz") as data:
     MATRICES = dict(data)
@@ -61,3 +65,27 @@ def test_root_from_eigenvalues_follows_the_reference(entry, x64):
     )
     got = (vectors * np.asarray(powers[0])) @ vectors.T
     assert np.max(np.abs(got - expected)) <= 1e-9 * np.max(np.abs(expected))
+
+
+@pytest.mark.parametrize("eps", [1.4e-6, 1.8e-6])
+def test_a_ridge_on_padding_would_keep_a_bad_basis(eps, x64):
+    """Whether a basis is good is said of the matrix before padding, with its ridge."""
+    matrix = np.diag(np.linspace(1e-6, 2e-6, 4)) + 2e-7 * (1 - np.eye(4))
+    options = Options(
+        **dict.fromkeys(("b3", "start", "graft", "graft_b2")),
+        **dict.fromkeys(("b1", "graft_eps"), 0.0),
+        **dict.fromkeys(("bias_correction", "graft_drop_weighting"), False),
+        blocking=so.Blocking(),
+        eps=eps,
+        root=so.Eigendecomposed(so.EighBasis(0.1)),
+    )
+
+    def turns(side):
+        factor = np.zeros((1, side, side))
+        factor[0, :4, :4] = matrix
+        held = {"bases": np.eye(side)[None], "eigenvalues": np.ones((1, side))}
+        padding = jnp.arange(side)[None] >= 4 if side > 4 else None
+        batch = Batch(jnp.asarray(factor), jax.tree.map(jnp.asarray, held), padding, ())
+        return int(_roots._bases(batch.factors, batch, options).iterations[0])
+
+    assert turns(4) == turns(16) == 1
