@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import itertools
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import shampoo_optax as so
 from benchmarks import compare_devices, data, loop, report, storage, sweep, train
 from benchmarks.loop import Record, Run
 from benchmarks.models import ByteTransformer
@@ -309,3 +311,25 @@ def test_storage_never_refreshes_while_it_is_measured():
     np.testing.assert_array_equal(
         state.roots["3x2"]["1"], tx.init(grads).roots["3x2"]["1"]
     )
+
+
+def test_inverse_free_shampoo_in_bfloat16_learns_the_demo_text():
+    """The main job's task with a smaller model: the loss is that of float32."""
+    small = ByteTransformer(layers=1, width=32)
+    task = dataclasses.replace(make_task("text"), model=small)
+    data = jax.device_put(task.dataset.train)
+    batches = list(itertools.islice(task.draw(0), 80))
+    params = jax.jit(small.init)(jax.random.key(0), task.take(data, batches[0])[0])
+
+    def losses(dtype):
+        tx = so.inverse_free_shampoo(4e-3, b1=0.9, momentum=None, dtype=dtype)
+        state = loop.TrainState(jax.tree.map(jnp.copy, params), tx.init(params))
+        step = loop.make_step(task, tx, jax.tree.map(lambda x: x.sharding, state))
+        for index in batches:
+            state, loss = step(state, data, index)
+            yield float(loss)
+
+    wide, half = (np.array(list(losses(dtype))) for dtype in ("float32", "bfloat16"))
+    assert np.mean(wide[-20:]) < 0.9 * wide[0]
+    assert abs(np.mean(half[-20:]) / np.mean(wide[-20:]) - 1) <= 0.02
+    assert np.any(half != wide)
