@@ -64,7 +64,7 @@ class Part:
       flops: operations, `{kind: number}`: `"statistics"`, `"application"` (all other
         matrix products, and singular value decompositions, 48 m n min(m, n) each) and
         `"entrywise"` at every step; `"refresh"` (products and checks; one turn of an
-        iteration) and `"decompositions"` (28 d^3 each) at a refresh.
+        iteration) and `"decompositions"` (28 d^3 each, 17 d^3 by QR) at a refresh.
       wire: bytes sent in a step, `{"reduce-scatter": n, "all-gather": n}`; each is
         what the exchange brings to a device from all of them, itself included.
       efficiency: the share of a device if blocks were divided without padding, over
@@ -170,6 +170,8 @@ def describe(
       graft_moments  4.00 MiB  16.0 MiB
       filtered       4.00 MiB  16.0 MiB
       failures            8 B      32 B
+      residuals           8 B      32 B
+      iterations          8 B      32 B
       skipped             8 B      32 B
       sum            32.0 MiB   128 MiB
       <BLANKLINE>

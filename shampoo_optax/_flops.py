@@ -11,6 +11,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 # it takes, as the products that could be done meanwhile. No compiler counts it.
 EIGH = 28
 
+# Likewise a QR decomposition, of which CPUs do from 1.4 to 2 in the same time.
+QR = 17
+
 # Likewise a thin singular value decomposition of [m, n], in units of m n min(m, n): on
 # CPU 31 to 55 by shape, where an eigendecomposition takes 24 to 43.
 SVD = 48
@@ -32,7 +35,8 @@ class Flops:
       entrywise: of all else, at every step; one for each number that is computed.
       refresh: what a refresh adds, without what follows; of a loop that runs until it
         has converged, one turn.
-      decompositions: of the eigendecompositions of a refresh, 28 d^3 each.
+      decompositions: of the eigendecompositions of a refresh, 28 d^3 each, and of the
+        QR decompositions, 17 d^3 each.
     """
 
     products: int = 0
@@ -122,7 +126,7 @@ def _count_primitive(name: str, eqn: Any) -> Flops:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         depth = math.prod(given.shape[axis] for axis in contracted)
         return Flops(products=2 * result.size * depth)
-    if name in ("eigh", "svd"):
+    if name in ("eigh", "qr", "svd"):
         return _count_decomposition(name, given.shape)
     reduces = name.startswith("reduce_") and name != "reduce_precision"
     return Flops(entrywise=given.size if reduces else result.size)
@@ -132,4 +136,4 @@ def _count_decomposition(name: str, shape: tuple[int, ...]) -> Flops:
     size = math.prod(shape) * min(shape[-2:])
     if name == "svd":
         return Flops(products=SVD * size)
-    return Flops(decompositions=EIGH * size)
+    return Flops(decompositions=(QR if name == "qr" else EIGH) * size)

@@ -11,12 +11,14 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._checks import Graft, check_choice, check_number, is_static
-from shampoo_optax._config import Blocking, Options
-from shampoo_optax._factors import apply_along, gram, identities
+from shampoo_optax._config import Blocking, Options, Storage
+from shampoo_optax._division import memory
+from shampoo_optax._factors import apply_along, gram, squares_along
 from shampoo_optax._grafting import norms
 from shampoo_optax._placement import Placement
 from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, contract, per_slot
-from shampoo_optax._step import Step, begin, finish, plain_fields, refresh_if_due
+from shampoo_optax._step import Step, begin, count_slots, finish, plain_fields, when_due
+from shampoo_optax._storage import identities, is_diagonal
 from shampoo_optax._transform import Method, block_transform
 
 Structure = Literal["dense", "diagonal"]
@@ -45,20 +47,14 @@ class ScaleByInverseFreeShampooState(NamedTuple):
     skipped: dict[str, jax.Array]  # {stack: [n]}, int32
 
 
-class _Form(NamedTuple):
-    """What shapes the state."""
-
-    structure: Structure
-    dtype: Computed | None
-
-
-def _fields(options: Options, form: _Form, stacks: dict[str, Stack]) -> dict[str, Any]:
+def _fields(
+    options: Options, structure: Structure, stacks: dict[str, Stack]
+) -> dict[str, Any]:
     def ones(stack: Stack, axis: int) -> jax.Array:
-        size, side = stack.size, stack.block[axis]
-        dtype = form.dtype or stack.dtype
-        if form.structure == "diagonal":
-            return jnp.ones((size, side), dtype)
-        return identities(size, side, dtype)
+        side, dtype = stack.block[axis], options.storage.roots
+        if structure == "diagonal":
+            return jnp.ones((stack.size, side), dtype or stack.dtype)
+        return identities(stack, side, dtype, packed=False)
 
     roots = {
         name: {str(axis): ones(stack, axis) for axis in range(len(stack.block))}
@@ -70,17 +66,12 @@ def _fields(options: Options, form: _Form, stacks: dict[str, Stack]) -> dict[str
         plain,
         roots=roots,
         momenta={} if is_static(options.root_momentum, 0) else _zeros(roots),
-        filtered=_cast(plain["filtered"], form.dtype),
         failures=_zeros({name: plain["skipped"][name] for name in roots}),
     )
 
 
 def _zeros(tree: Any) -> Any:
     return jax.tree.map(jnp.zeros_like, tree)
-
-
-def _cast(stacks: Stacks, dtype: Any) -> Stacks:
-    return {name: stack.astype(dtype or stack.dtype) for name, stack in stacks.items()}
 
 
 # ---- one axis of a stack; a root is [n, d, d], or [n, d] where it is diagonal
@@ -90,28 +81,22 @@ def _multiply(
     root: jax.Array, blocks: jax.Array, axis: int, transpose: bool = False
 ) -> jax.Array:
     """Multiplies one axis of each block by its root, or the root's transpose."""
-    if root.ndim == 2:
-        shape = [1] * blocks.ndim
-        shape[0], shape[axis + 1] = root.shape
-        return root.reshape(shape) * blocks
-    return apply_along(root.mT if transpose else root, blocks, axis)
+    flipped = transpose and not is_diagonal(root)
+    return apply_along(root.mT if flipped else root, blocks, axis)
 
 
 def _outer(root: jax.Array, blocks: jax.Array, axis: int) -> jax.Array:
     """The Gram matrix of one axis, as far as the root's structure goes."""
-    if root.ndim == 2:
-        others = tuple(k for k in range(1, blocks.ndim) if k != axis + 1)
-        return jnp.sum(jnp.square(blocks), axis=others)
-    return gram(blocks, axis)
+    return (squares_along if is_diagonal(root) else gram)(blocks, axis)
 
 
 def _inner(root: jax.Array) -> jax.Array:
     """The product of the root's transpose and the root."""
-    return jnp.square(root) if root.ndim == 2 else gram(root, 1)
+    return jnp.square(root) if is_diagonal(root) else gram(root, 1)
 
 
 def _compose(root: jax.Array, velocity: jax.Array) -> jax.Array:
-    if root.ndim == 2:
+    if is_diagonal(root):
         return root * velocity
     return contract(root, velocity, "nij,njk->nik")
 
@@ -133,7 +118,7 @@ def _axes_of(inputs: Inputs, name: str, roots: dict[str, jax.Array]) -> dict:
         side = jnp.asarray(known.get(axis, jnp.full(size, length)))
         inside = (jnp.arange(length)[None] < side[:, None]).astype(dtype)
         side = jnp.maximum(side, 1).astype(dtype)
-        if root.ndim == 2:
+        if is_diagonal(root):
             return _Axis(side, inside, inside)
         inside = inside[:, :, None]
         return _Axis(side, inside, inside * jnp.eye(length, dtype=dtype)[None])
@@ -195,18 +180,22 @@ def _all_finite(arrays: list[jax.Array]) -> jax.Array:
 
 
 def _refresh(
-    step: Step, options: Options, held: tuple[AxisStacks, AxisStacks]
-) -> tuple[tuple[AxisStacks, AxisStacks], dict[str, jax.Array]]:
+    step: Step,
+    options: Options,
+    held: AxisStacks,
+    held_momenta: AxisStacks,
+    failed: dict[str, jax.Array],
+) -> tuple[AxisStacks, AxisStacks, dict[str, jax.Array]]:
     """Moves all roots by one step; refuses those of a block with one not finite.
 
     Returns:
-      the roots and momenta, and which slots failed.
+      the roots, the momenta, and which slots failed.
     """
-    roots, momenta, failed = {}, {}, {}
-    for name, old in held[0].items():
+    roots, momenta, failed = {}, {}, dict(failed)
+    for name, old in held.items():
         axes = _axes_of(step.inputs, name, old)
         velocities = _velocities(old, axes, step.blocks[name], options)
-        before = held[1].get(name, {})
+        before = held_momenta.get(name, {})
         moved = {
             axis: _move(root, before.get(axis), velocities[axis], options)
             for axis, root in old.items()
@@ -220,7 +209,7 @@ def _refresh(
 
         roots[name] = {axis: take(moved[axis][0], root) for axis, root in old.items()}
         momenta[name] = {axis: take(moved[axis][1], m) for axis, m in before.items()}
-    return (roots, {n: axes for n, axes in momenta.items() if axes}), failed
+    return roots, {n: axes for n, axes in momenta.items() if axes}, failed
 
 
 def _precondition(roots: AxisStacks, used: Stacks) -> Stacks:
@@ -238,30 +227,22 @@ def _precondition(roots: AxisStacks, used: Stacks) -> Stacks:
     return {name: apply(blocks, roots.get(name, {})) for name, blocks in used.items()}
 
 
-def _step(
-    options: Options, form: _Form, inputs: Inputs
-) -> tuple[Stacks, dict[str, Any]]:
+def _step(options: Options, inputs: Inputs) -> tuple[Stacks, dict[str, Any]]:
     options = replace(options, **inputs.numbers)
-    held = inputs.fields
-    wide = {
-        name: average.astype(inputs.blocks[name].dtype)
-        for name, average in held["filtered"].items()
-    }
-    step = begin(inputs._replace(fields=dict(held, filtered=wide)), options)
+    held, step = inputs.fields, begin(inputs, options)
     every = jnp.asarray(options.refresh_every, jnp.int32)
-    always = is_static(options.refresh_every, 1)
-    due = always or (inputs.count - 1) % every == 0
-    step = step._replace(due=due, started=inputs.count >= 1)
-    (roots, momenta), failures = refresh_if_due(
-        step,
+    due = is_static(options.refresh_every, 1) or (inputs.count - 1) % every == 0
+    step = step._replace(started=inputs.count >= 1)
+    roots, momenta, failed = when_due(
+        due,
         functools.partial(_refresh, step, options),
-        (held["roots"], held["momenta"]),
+        held["roots"],
+        held["momenta"],
+        {name: jnp.zeros_like(step.usable[name]) for name in held["failures"]},
     )
+    failures = count_slots(held["failures"], failed, step.groups)
     directions, fields = finish(step, options, functools.partial(_precondition, roots))
-    filtered = _cast(fields["filtered"], form.dtype)
-    return directions, dict(
-        fields, filtered=filtered, roots=roots, momenta=momenta, failures=failures
-    )
+    return directions, dict(fields, roots=roots, momenta=momenta, failures=failures)
 
 
 def scale_by_inverse_free_shampoo(
@@ -410,11 +391,12 @@ def scale_by_inverse_free_shampoo(
         blocking=blocking,
         batch_size=batch_size,
         root_momentum=root_momentum,
+        storage=Storage(roots=dtype, momentum=dtype),
     )
-    form = _Form(structure, dtype)
     method = Method(
         ScaleByInverseFreeShampooState,
-        functools.partial(_fields, options, form),
-        functools.partial(_step, options, form),
+        functools.partial(_fields, options, structure),
+        functools.partial(_step, options),
+        memory if structure == "dense" else math.prod,
     )
     return block_transform(method, options, placement)

@@ -119,6 +119,13 @@ def _entries_of(usable: dict, blocks: Stacks, groups: dict) -> dict[str, jax.Arr
     return join(masks, groups)
 
 
+def when_due(due: jax.Array, recompute: Callable, *held: Any) -> tuple:
+    """What `recompute` makes of the values held, or these; no compilation eagerly."""
+    if isinstance(due, jax.core.Tracer):
+        return jax.lax.cond(due, recompute, lambda *kept: kept, *held)
+    return recompute(*held) if due else held
+
+
 def refresh_if_due(
     step: Step,
     recompute: Callable[[Derived, Report], tuple[Derived, Report]],
@@ -138,15 +145,10 @@ def refresh_if_due(
     derived = {name: fields[name] for name in names}
     unfailed = {name: jnp.zeros_like(step.usable[name]) for name in fields["failures"]}
     report = Report(unfailed, fields["residuals"], fields["iterations"])
-    if isinstance(step.due, jax.core.Tracer):
-        derived, report = jax.lax.cond(
-            step.due, recompute, lambda *kept: kept, derived, report
-        )
-    elif step.due:  # no compilation without jit
-        derived, report = recompute(derived, report)
+    derived, report = when_due(step.due, recompute, derived, report)
     return dict(
         derived,
-        failures=_add(fields["failures"], report.failed, step.groups),
+        failures=count_slots(fields["failures"], report.failed, step.groups),
         residuals=report.residuals,
         iterations=report.iterations,
     )
@@ -184,12 +186,12 @@ def finish(
         direct(used), magnitude, step.usable, step.started, groups
     )
     still = {name: inputs.present[name] & ~slots for name, slots in moving.items()}
-    skipped = _add(inputs.fields["skipped"], still, groups)
+    skipped = count_slots(inputs.fields["skipped"], still, groups)
     filtered = cast_like(filtered, held)
     return direction, dict(graft_moments=moments, filtered=filtered, skipped=skipped)
 
 
-def _add(counters: dict, slots: dict, groups: dict) -> dict[str, jax.Array]:
+def count_slots(counters: dict, slots: dict, groups: dict) -> dict[str, jax.Array]:
     """Counts one more in the given slots."""
     groups = {
         key: [name for name in names if name in counters]

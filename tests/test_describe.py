@@ -181,6 +181,12 @@ def test_operations_in_closed_form():
     assert part.flops["decompositions"] == 2 * 28 * (6**3 + 4**3)
 
 
+def test_operations_of_a_basis_by_qr_are_those_of_one_turn():
+    tx = so.scale_by_soap(basis=so.QRBasis(max_iterations=5))
+    part = only(so.describe(structs({"w": (6, 4), "v": (6, 4)}), tx))
+    assert part.flops["decompositions"] == 2 * 17 * (6**3 + 4**3)
+
+
 def test_soap_rotates_the_gradient_and_its_average():
     flops = [only(so.describe(structs({"w": (6, 4)}), tx)).flops for tx in (
         so.scale_by_soap(), so.scale_by_shampoo(b1=0.0)
@@ -353,6 +359,8 @@ roots          10.8 KiB  43.0 KiB
 graft_moments  3.84 KiB  15.4 KiB
 filtered       3.84 KiB  15.4 KiB
 failures            8 B      32 B
+residuals           8 B      32 B
+iterations          8 B      32 B
 skipped             8 B      32 B
 sum            29.2 KiB   117 KiB
 """

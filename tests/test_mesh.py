@@ -97,7 +97,13 @@ def test_shampoo_on_a_mesh(mesh, count):
     assert int(states[-1].count) == 20
     if count > 1:  # with one, XLA drops the batch dimension and fuses otherwise
         for state, single in zip(states, wanted, strict=True):
-            helpers.assert_equal(used(state, count), single)
+            held = used(state, count)
+            helpers.assert_equal(
+                held._replace(residuals={}), single._replace(residuals={})
+            )
+            # They are what rounding leaves, and differ as programs do.
+            for part in (held, single):
+                assert max(map(np.max, part.residuals.values())) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -187,13 +193,19 @@ def test_orders_in_padded_stacks(x64, variant):
     assert error(got, want) <= 1e-12
 
 
+def spread(gradient):
+    """Halves the coordinates of every axis one after the other."""
+    places = sum(np.indices(gradient.shape))
+    return np.asarray(gradient) * 2.0**-places
+
+
 @pytest.mark.parametrize("variant", ["exact newton", "soap"])
 def test_mixed_dtypes_in_padded_stacks(x64, variant):
-    """In float64 no factor is so ill-conditioned that it hides a mistake."""
+    """Eigenvalues far from each other leave float32 digits to compare."""
     shapes = FEW | {f"{key}_double": shape for key, shape in FEW.items()}
     steps = [
         {
-            key: jnp.asarray(g, jnp.float64 if "double" in key else jnp.float32)
+            key: jnp.asarray(spread(g), jnp.float64 if "double" in key else jnp.float32)
             for key, g in step.items()
         }
         for step in helpers.normal_steps(shapes, 20)
