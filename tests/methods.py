@@ -61,16 +61,23 @@ def root_free(xs, *, b2, eps, batch_size, b1=0.0):
         yield 1 / (moments + eps)
 
 
-def inverse_free(xs, *, b2, eps, root_momentum, batch_size, refresh_every=1, b1=0.0):
-    """The root of a side, the same for both sides of a diagonal gradient."""
-    side = xs.shape[1]
-    root, momentum = np.ones(side), np.zeros(side)
+def inverse_free(xs, *, b2, eps, root_momentum, batch_size, refresh_every=1, b1=0.0,
+                 sides=None):  # fmt: skip
+    """Roots of both sides, diagonal as the gradient."""
+    sides = sides or 2 * (xs.shape[1],)
+    roots, momenta = [np.ones(d) for d in sides], [np.zeros(d) for d in sides]
     for x in xs:
-        seen = batch_size * (x * root**2) ** 2 / side
-        velocity = (seen + eps * np.mean(root**2) * root**2 - 1) / 2
-        momentum = root_momentum * momentum + (1 - root_momentum) * velocity
-        root = root * (1 - (1 - b2) / max(1, np.linalg.norm(momentum)) * momentum)
-        yield root**4
+        left, right = (root[: len(x)] for root in roots)
+        seen = batch_size * (x * left * right) ** 2
+        means = [np.mean(root**2) for root in roots]
+        for k, side in enumerate(sides):
+            outer = np.pad(seen, (0, side - len(x))) * side / np.prod(sides)
+            excess = outer + eps * means[1 - k] * roots[k] ** 2 - 1
+            momenta[k] = root_momentum * momenta[k] + (1 - root_momentum) * excess / 2
+            shrink = max(1, np.linalg.norm(momenta[k]))
+            roots[k] = roots[k] * (1 - (1 - b2) / shrink * momenta[k])
+        left, right = (root[: len(x)] for root in roots)
+        yield left**2 * right**2
 
 
 def orthogonal(xs, *, polynomials=(), b1=0.0):
@@ -83,6 +90,14 @@ def orthogonal(xs, *, polynomials=(), b1=0.0):
 
 
 # ---- C3: the norm of the direction, where it is not that of a diagonal gradient
+
+
+def inverse_free_of_sides(gradient, steps, **numbers):
+    """The sides enter the step of the roots."""
+    xs = np.zeros((steps, min(gradient.shape)))
+    xs[:, 0] = np.linalg.norm(gradient)
+    *_, scales = inverse_free(xs, sides=gradient.shape, **numbers)
+    return xs[0, 0] * scales[0]
 
 
 def in_bases_of_before(gradient, steps, *, eps, **_):
@@ -108,6 +123,7 @@ class Method(NamedTuple):
     published: bool = False  # whether the published 2x2 numbers of C4 are its own
     rank_one: Callable | None = None  # of gradient and number of steps: the norm of C3
     spoilt: tuple[str, ...] = ("0", "1")  # the axes with what the routine gives
+    scales: tuple[float, ...] = (1e-15, 1e-7, 1e7, 1e15)  # those of C5
     no_sense: dict = {}  # {case: reason}
 
 
@@ -154,17 +170,20 @@ def of_shampoo(make=so.scale_by_shampoo, no_sense=NO_BASIS, numbers=SUMS,
     return Method(make, numbers, reference, no_sense=no_sense, **known)
 
 
-def of_kl(no_sense=NO_BASIS, **kwargs):
+def of_kl(no_sense=NO_BASIS, of_case={}, **kwargs):
     return of_shampoo(
         so.scale_by_kl_shampoo,
         no_sense,
-        reference=partial(
-            shampoo, whitened=True, exponents=(1 / 2, 1 / 2), relative_eps=1e-5
-        ),
+        numbers=SUMS | dict(relative_eps=1e-5),  # the default
+        reference=partial(shampoo, whitened=True, exponents=(1 / 2, 1 / 2)),
         published=False,
         # Without memory factors have one unit, if another at every second step; sums
-        # add both. A full rank keeps rounding small.
-        of_case={"C5": dict(b2=0.0, relative_eps=1e-2)},
+        # add both. Kept eigenvalues of 1 have the ridge too before the first refresh.
+        of_case={
+            "C5": dict(b2=0.0, relative_eps=1e-2),
+            "C9": dict(relative_eps=0.0),
+        }
+        | of_case,
         **kwargs,
     )
 
@@ -191,6 +210,7 @@ def of_inverse_free(no_sense=NOT_SCALE_FREE | NO_BASIS, **kwargs):
         inverse_free,
         routine=(_inverse_free, "_move"),
         derived=("roots", "momenta"),
+        rank_one=inverse_free_of_sides,
         no_sense=no_sense,
     )
 
@@ -202,7 +222,10 @@ def of_spectral(reference=orthogonal, **kwargs):
 
 NEWTON_SCHULZ = partial(orthogonal, polynomials=5 * (QUINTIC,))
 ONE_SIDE = dict(reference=partial(shampoo, exponents=(1 / 2, 0)), published=False)
-DIAGONAL = dict(axes=so.Axes(diagonal_above=4), blocking=so.Blocking(block_size=4))
+DIAGONAL = dict(axes=so.Axes(diagonal_above=20), blocking=so.Blocking(block_size=20))
+# What a few iterations leave is rounding, to which powers of two make no difference.
+FEW_QR = so.QRBasis(max_iterations=5, tolerance=1e-4)
+POWERS = (2.0**-50, 2.0**-25, 2.0**25, 2.0**50)
 QR = so.QRBasis(max_iterations=100, tolerance=1e-5)
 ITERATION = dict(  # the default ridge, but for the numbers of C4, which have none
     numbers=SUMS | dict(relative_eps=1e-5), of_case={"C4": dict(relative_eps=1e-7)}
@@ -248,12 +271,15 @@ METHODS = {
     # KL-Shampoo
     "KL": of_kl(root=so.Eigh()),
     "KL, eigendecomposed, QR": of_kl(
-        {}, root=so.Eigendecomposed(QR), **EIGENDECOMPOSED
+        {},
+        {"C8": dict(relative_eps=0.0)},
+        root=so.Eigendecomposed(QR),
+        **EIGENDECOMPOSED,
     ),
     # SOAP
     "SOAP": of_soap(basis=so.EighBasis()),
     "SOAP, tolerance": of_soap(basis=so.EighBasis(0.1)),
-    "SOAP, QR": of_soap(basis=so.QRBasis()),
+    "SOAP, QR": of_soap(basis=FEW_QR, scales=POWERS),
     # without a root of statistics, or without statistics
     "root-free": Method(
         so.scale_by_root_free_rms,

@@ -23,8 +23,8 @@ from shampoo_optax import _methods, _polar
 from shampoo_optax._storage import load
 
 SHAPES = {f"pair{k}": (2, 2) for k in range(4)}
-SHAPES |= {"big0": (33, 33), "big1": (33, 33), "v": (6, 4), "w": (6, 4)}
-SECOND = 1  # the slot of `w`; `v` is before it
+SHAPES |= {"v": (33, 16), "w": (33, 16)}
+STACK, SECOND = "33x16", 1  # `w` is the second block of this stack, after `v`
 
 DIAGNOSTIC = {"failures", "skipped", "iterations", "residuals", "count"}
 
@@ -86,9 +86,9 @@ def normal_steps(count, keys=SHAPES, seed=0):
     return helpers.normal_steps({key: SHAPES[key] for key in keys}, count, seed)
 
 
-def in_slot(stacks, slot, stack="6x4"):
-    """What a field holds of a block of the stack."""
-    return jax.tree.map(lambda leaf: np.asarray(leaf[slot]), stacks.get(stack, {}))
+def in_slot(stacks, slot=SECOND):
+    """What a field holds of the blocks of the larger stack."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf[slot]), stacks.get(STACK, {}))
 
 
 # ---- the cases
@@ -124,9 +124,10 @@ def one_dead_layer(name):
 def rank_one(name):
     numbers, method = numbers_of(name, "C3"), METHODS[name]
     rng = np.random.default_rng(5)
-    keys = [key for key in SHAPES if key not in ("v", "w")]
-    pairs = {key: rng.standard_normal((2, SHAPES[key][0])) for key in keys}
-    step = {key: np.outer(*pair).astype(np.float32) for key, pair in pairs.items()}
+    step = {
+        key: np.outer(*map(rng.standard_normal, shape)).astype(np.float32)
+        for key, shape in SHAPES.items()
+    }
     updates, _ = run(name, numbers, 5 * [step])
     for key, gradient in step.items():
         g, p = (np.asarray(x, np.float64) for x in (gradient, updates[-1][key]))
@@ -165,7 +166,7 @@ def exponent(name):
 
 def scale(name):
     """`w` has the gradients of `v`, times a number."""
-    for number in (1e-15, 1e-7, 1e7, 1e15):
+    for number in METHODS[name].scales:
         plain = [np.asarray(step["v"]) for step in normal_steps(3, "v")]
         steps = [{"v": g, "w": number * g} for g in plain]
         updates, states = run(name, numbers_of(name, "C5"), steps)
@@ -182,13 +183,12 @@ def failed_root(name):
     sound, sound_states = run(name, numbers, steps)
     updates, states = run(name, numbers, steps, failing_step=2)
     helpers.assert_finite((updates, states))
-    (stack,) = {key for key in states[0].failures if key.startswith("6x4")}
-    counts = [np.asarray(state.failures[stack]).tolist() for state in states]
+    counts = [np.asarray(state.failures[STACK]).tolist() for state in states]
     assert counts == 2 * [[0, 0]] + 3 * [[0, 1]]
     assert helpers.total(states[-1].failures) == 1
     assert helpers.total(sound_states[-1].failures) == 0
     for field in METHODS[name].derived:
-        held = [in_slot(getattr(state, field), SECOND, stack) for state in states]
+        held = [in_slot(getattr(state, field)) for state in states]
         spoilt = [axis for axis in METHODS[name].spoilt if axis in held[2]]
         assert spoilt
         for axis in spoilt:
@@ -240,7 +240,9 @@ def no_silent_no_op(name):
         for field in moving:
             old, new = (jax.tree.leaves(getattr(s, field)) for s in (before, after))
             for a, b in zip(old, new, strict=True):
-                assert np.all(np.asarray(a) != np.asarray(b)), field
+                # By chance a number of few bits is rounded to what it was.
+                still = 1 - np.mean(np.asarray(a) != np.asarray(b))
+                assert still <= 20 * jnp.finfo(a.dtype).eps, field
     assert any(jax.tree.leaves(getattr(states[-1], field)) for field in moving)
     gradients = [np.asarray(step["w"], np.float64) for step in steps]
     check_accumulators(states[-1], gradients, numbers)
@@ -256,7 +258,7 @@ def check_accumulators(state, gradients, numbers):
         wanted = sum(w * g @ g.T for w, g in zip(weights, flat, strict=True))
         whole = np.asarray(load(jnp.asarray(factor)))[SECOND]
         near(whole, wanted if whole.ndim == 2 else np.diag(wanted))
-    moments = in_slot(getattr(state, "moments", {}), SECOND)
+    moments = in_slot(getattr(state, "moments", {}))
     if len(moments):
         times = numbers.get("batch_size", 1.0)
         start = b2 ** len(gradients) * ("batch_size" in numbers)
@@ -264,7 +266,7 @@ def check_accumulators(state, gradients, numbers):
         near(moments, start + sum(squares))
     weights = (1 - numbers["b1"]) * numbers["b1"] ** ages
     wanted = sum(w * g for w, g in zip(weights, gradients, strict=True))
-    near(in_slot(state.filtered, SECOND), wanted)
+    near(in_slot(state.filtered), wanted)
 
 
 def near(got, wanted):
@@ -287,12 +289,12 @@ def precision(name):
     assert set(found) == {2 * (jax.lax.Precision.HIGHEST,)}
     if not hasattr(fresh_state(name), "factors"):
         return
-    # 33 rows of rank 2 a step: 100 directions in 33 on one side, 2 on the other.
+    # 100 directions on the longer side, 2 on the shorter one.
     tall = [helpers.normals(seed, 33, 2) for seed in range(50)]
-    steps = [{"big0": jnp.pad(g, ((0, 0), (0, 31)))} for g in tall]
+    steps = [{"w": jnp.pad(g, ((0, 0), (0, 14)))} for g in tall]
     _, states = run(name, numbers_of(name, "C10"), steps)
-    for stored in states[-1].factors["33x33"].values():
-        factor = np.asarray(load(stored)[0])
+    for stored in states[-1].factors[STACK].values():
+        factor = np.asarray(load(stored)[SECOND])
         if factor.ndim == 2:
             np.testing.assert_array_equal(factor, factor.T)
             values = np.linalg.eigvalsh(factor.astype(np.float64))
