@@ -115,7 +115,9 @@ class Method(NamedTuple):
     """A method, and what the cases need to know of it."""
 
     make: Callable  # of the numbers
-    numbers: dict  # arguments that the compiled program is given, as the cases have them
+    numbers: (
+        dict  # arguments that the compiled program is given, as the cases have them
+    )
     reference: Callable
     routine: tuple | None = None  # (module, name) of what may fail at a refresh
     derived: tuple[str, ...] = ()  # fields that only change at a refresh
@@ -170,7 +172,7 @@ def of_shampoo(make=so.scale_by_shampoo, no_sense=NO_BASIS, numbers=SUMS,
     return Method(make, numbers, reference, no_sense=no_sense, **known)
 
 
-def of_kl(no_sense=NO_BASIS, of_case={}, **kwargs):
+def of_kl(no_sense=NO_BASIS, other=(), **kwargs):
     return of_shampoo(
         so.scale_by_kl_shampoo,
         no_sense,
@@ -183,7 +185,7 @@ def of_kl(no_sense=NO_BASIS, of_case={}, **kwargs):
             "C5": dict(b2=0.0, relative_eps=1e-2),
             "C9": dict(relative_eps=0.0),
         }
-        | of_case,
+        | dict(other),
         **kwargs,
     )
 
@@ -223,7 +225,9 @@ def of_spectral(reference=orthogonal, **kwargs):
 NEWTON_SCHULZ = partial(orthogonal, polynomials=5 * (QUINTIC,))
 ONE_SIDE = dict(reference=partial(shampoo, exponents=(1 / 2, 0)), published=False)
 DIAGONAL = dict(axes=so.Axes(diagonal_above=20), blocking=so.Blocking(block_size=20))
-# What a few iterations leave is rounding, to which powers of two make no difference.
+# Where moments or products are taken in a basis of what the factors still lack, or in
+# one that a few iterations have left unfinished, it rests with rounding, to which
+# powers of two make no difference.
 FEW_QR = so.QRBasis(max_iterations=5, tolerance=1e-4)
 POWERS = (2.0**-50, 2.0**-25, 2.0**25, 2.0**50)
 QR = so.QRBasis(max_iterations=100, tolerance=1e-5)

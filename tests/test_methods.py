@@ -79,7 +79,9 @@ def run(name, numbers, steps, failing_step=None):
 
 def scales_of(name, xs, numbers):
     """The reference of a method, on diagonal gradients `[t, d]`."""
-    return np.stack(list(METHODS[name].reference(np.asarray(xs, np.float64), **numbers)))
+    return np.stack(
+        list(METHODS[name].reference(np.asarray(xs, np.float64), **numbers))
+    )
 
 
 def normal_steps(count, keys=SHAPES, seed=0):
@@ -282,7 +284,9 @@ def precision(name):
     with jax.default_matmul_precision("bfloat16"):
         found = [
             eqn.params["precision"]
-            for eqn, _ in helpers.update_equations(method.make(**method.numbers), params)
+            for eqn, _ in helpers.update_equations(
+                method.make(**method.numbers), params
+            )
             if eqn.primitive.name == "dot_general"
         ]
     assert len(found) >= 2
