@@ -18,7 +18,8 @@ from shampoo_optax._inverse_free import (
     ScaleByInverseFreeShampooState,
     scale_by_inverse_free_shampoo,
 )
-from shampoo_optax._kl import scale_by_kl_shampoo
+from shampoo_optax._kl import kl_shampoo, scale_by_kl_shampoo
+from shampoo_optax._kl_soap import kl_soap, scale_by_kl_soap
 from shampoo_optax._methods import (
     CoupledNewton,
     Eigendecomposed,
@@ -81,10 +82,13 @@ __all__ = [
     "fill_absent",
     "from_portable",
     "inverse_free_shampoo",
+    "kl_shampoo",
+    "kl_soap",
     "primal_averaging",
     "root_free_rmsprop",
     "scale_by_inverse_free_shampoo",
     "scale_by_kl_shampoo",
+    "scale_by_kl_soap",
     "scale_by_momentum",
     "scale_by_root_free_rms",
     "scale_by_shampoo",

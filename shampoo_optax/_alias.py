@@ -7,11 +7,11 @@ from jax.typing import ArrayLike
 
 from shampoo_optax._chain import AliasDecay, descend
 from shampoo_optax._checks import Exponents, Graft, Mask, ScalarOrSchedule
-from shampoo_optax._config import Blocking
-from shampoo_optax._methods import Eigh, Root
+from shampoo_optax._config import Axes, Blocking, Storage
+from shampoo_optax._methods import Basis, Eigh, EighBasis, Root
 from shampoo_optax._placement import Placement
 from shampoo_optax._shampoo import scale_by_shampoo
-from shampoo_optax._soap import scale_by_soap
+from shampoo_optax._soap import Form, IgnoredAxes, scale_by_soap
 
 
 def shampoo(
@@ -36,7 +36,10 @@ def shampoo(
     nesterov: bool = False,
     decay: AliasDecay = "decoupled",
     peak_learning_rate: ArrayLike | None = None,
+    trace_scaling: ArrayLike = 0.0,
     root: Root = Eigh(),
+    axes: Axes = Axes(),
+    storage: Storage = Storage(),
     blocking: Blocking = Blocking(),
     placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -62,7 +65,8 @@ def shampoo(
         of one, or a function from parameters to one. Default `None`: all.
       relative_eps: ridge in units of a factor's largest eigenvalue, >= 0; the larger
         ridge counts. Default `None`: 1e-6, or 1e-5 with an iteration
-        (`CoupledNewton`, `HigherOrderNewton`, `NewtonDB`), or 0 with `PseudoInverse`.
+        (`CoupledNewton`, `HigherOrderNewton`, `NewtonDB`), 1e-2 with bfloat16 factors,
+        0 with `PseudoInverse`.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
       refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
@@ -89,8 +93,15 @@ def shampoo(
       peak_learning_rate: the largest learning rate, > 0, for corrected and independent
         decay; `None` stands for `learning_rate` where that is a Python number. Default
         `None`.
+      trace_scaling: the a >= 0 of :math:`L_k / c` times :math:`\mathrm{tr}(L_k /
+        c)^{-a}`, which takes its place in the root. Default 0.
       root: how inverse roots are computed, an :class:`Eigh`, :class:`PseudoInverse`,
-        :class:`CoupledNewton` or :class:`HigherOrderNewton`. Default `Eigh()`.
+        :class:`CoupledNewton`, :class:`HigherOrderNewton`, :class:`NewtonDB` or
+        :class:`Eigendecomposed`. Default `Eigh()`.
+      axes: which axes have a factor, or a diagonal one, an :class:`Axes`. Default
+        `Axes()`: all have a whole one.
+      storage: in what form the state is kept, momentum included, a :class:`Storage`.
+        Default `Storage()`: float32 or wider.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
         `Blocking()`.
       placement: the devices that statistics, roots and work are divided over, a
@@ -140,7 +151,10 @@ def shampoo(
         graft=graft,
         graft_b2=graft_b2,
         graft_eps=graft_eps,
+        trace_scaling=trace_scaling,
         root=root,
+        axes=axes,
+        storage=storage,
         blocking=blocking,
         placement=placement,
     )
@@ -155,6 +169,7 @@ def shampoo(
         momentum=momentum,
         dampening=dampening,
         nesterov=nesterov,
+        momentum_dtype=storage.momentum,
     )
 
 
@@ -173,6 +188,11 @@ def soap(
     bias_correction: bool = True,
     decay: AliasDecay = "decoupled",
     peak_learning_rate: ArrayLike | None = None,
+    ignored_axes: IgnoredAxes | None = None,
+    form: Form = "official",
+    basis: Basis = EighBasis(),
+    axes: Axes = Axes(),
+    storage: Storage = Storage(),
     blocking: Blocking = Blocking(),
     placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -208,6 +228,16 @@ def soap(
       peak_learning_rate: the largest learning rate, > 0, for corrected and independent
         decay; `None` stands for `learning_rate` where that is a Python number. Default
         `None`.
+      ignored_axes: axes that are not rotated and have no factor, by the order of a
+        block, `{order: axes}`. Default `None`: none are ignored.
+      form: `"official"` or `"paper"`, as in :func:`scale_by_soap`. Default
+        `"official"`.
+      basis: how eigenvectors are computed, an :class:`EighBasis` or
+        :class:`QRBasis`. Default `EighBasis()`.
+      axes: which axes are rotated, an :class:`Axes`; one above `diagonal_above` is
+        not, as above `skip_above`. Default `Axes()`: all.
+      storage: in what form the state is kept, a :class:`Storage`; bases are never
+        packed. Default `Storage()`: float32 or wider.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
         `Blocking()`.
       placement: the devices that statistics, roots and work are divided over, a
@@ -253,6 +283,11 @@ def soap(
         refresh_every=refresh_every,
         start=start,
         bias_correction=bias_correction,
+        ignored_axes=ignored_axes,
+        form=form,
+        basis=basis,
+        axes=axes,
+        storage=storage,
         blocking=blocking,
         placement=placement,
     )

@@ -1,7 +1,7 @@
 """Averages after the direction: classic momentum and averages of the iterates."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from shampoo_optax._checks import (
     check_number,
     check_rate,
 )
+from shampoo_optax._config import Stored
 from shampoo_optax._decay import check_decay, decay_rate, rate_at
 from shampoo_optax._trees import advance, next_count, require_params, tree_map, wide
 
@@ -26,7 +27,7 @@ class ScaleByMomentumState(NamedTuple):
       momentum: the buffer M, a tree like the parameters.
     """
 
-    momentum: optax.Updates  # like the parameters, float32 or wider
+    momentum: optax.Updates  # like the parameters, in the `dtype`
 
 
 class IterateAveragingState(NamedTuple):
@@ -46,7 +47,11 @@ class IterateAveragingState(NamedTuple):
 
 
 def scale_by_momentum(
-    momentum: ArrayLike, *, dampening: ArrayLike = 0.0, nesterov: bool = False
+    momentum: ArrayLike,
+    *,
+    dampening: ArrayLike = 0.0,
+    nesterov: bool = False,
+    dtype: Stored | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Classic momentum: heavy ball, with dampening, or Nesterov's.
 
@@ -54,13 +59,16 @@ def scale_by_momentum(
       M \leftarrow \mu M + (1 - \delta) P, \qquad
       P \leftarrow M \;\text{or}\; (1 - \delta) P + \mu M \;\text{(Nesterov)}
 
-    As `optax.trace` with dampening, a buffer of at least float32, and absent
+    As `optax.trace` with dampening, computed in at least float32, and with absent
     gradients (`None`), whose buffers stay as they are.
 
     Args:
       momentum: :math:`\mu` in [0, 1].
       dampening: :math:`\delta` in [0, 1]. Default 0.
       nesterov: whether to look ahead. Default `False`.
+      dtype: in which the buffer is kept, `"float32"`, `"bfloat16"`, or, with 64-bit
+        arrays enabled, `"float64"`. Default `None`: that of the parameter, float32
+        or wider.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state is a
@@ -87,10 +95,11 @@ def scale_by_momentum(
     check_number("momentum", momentum, high=1.0)
     check_number("dampening", dampening, high=1.0)
     check_choice("nesterov", nesterov, (True, False))
+    check_choice("dtype", dtype, (None, *get_args(Stored)))
 
     def init_fn(params: optax.Params) -> ScaleByMomentumState:
         return ScaleByMomentumState(
-            jax.tree.map(lambda p: jnp.zeros_like(wide(p)), params)
+            jax.tree.map(lambda p: jnp.zeros_like(wide(p), dtype), params)
         )
 
     def update_fn(
@@ -102,14 +111,13 @@ def scale_by_momentum(
         del params, extra_args
 
         def accumulate(buffer, update):
-            return (momentum * buffer + (1 - dampening) * wide(update)).astype(
-                buffer.dtype
-            )
+            moved = momentum * wide(buffer) + (1 - dampening) * wide(update)
+            return moved.astype(buffer.dtype)
 
         def look_ahead(update, buffer):
             if not nesterov:
                 return buffer.astype(update.dtype)
-            ahead = (1 - dampening) * wide(update) + momentum * buffer
+            ahead = (1 - dampening) * wide(update) + momentum * wide(buffer)
             return ahead.astype(update.dtype)
 
         buffers = advance(accumulate, state.momentum, updates)

@@ -16,6 +16,7 @@ from shampoo_optax._checks import (
     check_rate,
     is_static,
 )
+from shampoo_optax._config import Stored
 from shampoo_optax._decay import decay_weights
 from shampoo_optax._placement import Placement, place_rest
 from shampoo_optax._trees import is_none, tree_map
@@ -91,6 +92,7 @@ def descend(
     momentum: ArrayLike | None = None,
     dampening: ArrayLike = 0.0,
     nesterov: bool = False,
+    momentum_dtype: Stored | None = None,
     placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Chains a direction with decay, momentum and the step size, in their order."""
@@ -104,7 +106,10 @@ def descend(
         mask=mask,
     )
     heavy_ball = scale_by_momentum(
-        0.0 if momentum is None else momentum, dampening=dampening, nesterov=nesterov
+        0.0 if momentum is None else momentum,
+        dampening=dampening,
+        nesterov=nesterov,
+        dtype=momentum_dtype,
     )
     parts = [direction]
     if not is_static(weight_decay, 0):

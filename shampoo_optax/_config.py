@@ -73,16 +73,25 @@ class Blocking:
 class Axes:
     """Which axes of a block have a factor, and of what kind.
 
+    Orders and axes are those of blocks, after merging: with the default `Blocking` a
+    convolution kernel is a matrix too. A dimension is as long as it is after merging.
+    A diagonal factor has the sums of squares that are on the diagonal of a whole one,
+    and its powers, with their ridge, are taken entry by entry.
+
     Args:
       sides: `"both"` sides of a matrix, or only its `"input"` (axis 0) or `"output"`
-        (axis 1); then the exponent is 1/2. Blocks of other orders are not concerned.
-        Default `"both"`.
-      min_order: blocks with fewer axes have no factors and are left to grafting, an
-        integer >= 1. Default 1.
+        (axis 1); then the default exponent is 1/2. Blocks of other orders are not
+        concerned. Default `"both"`.
+      min_order: blocks with fewer axes have no factors and are left to grafting: their
+        direction is that of the grafted method, or without any the filtered gradient.
+        An integer >= 1. Default 1.
       diagonal_above: longer dimensions are not cut, and have a diagonal factor; at
         least the block size. Default `None`: there are none.
       skip_above: longer dimensions are not cut, and have no factor; at least the
-        block size. Default `None`: there are none.
+        block size. The exponents of a block's other axes stay as they are,
+        1 / (2 * order) by default, as with an exponent of 0. A block of nothing else
+        is left to grafting. It comes before `diagonal_above`. Default `None`: there
+        are none.
 
     Raises:
       ValueError: if a field has a value other than those above.
@@ -115,6 +124,13 @@ class Axes:
 class Storage:
     """In what form the state lies in memory; it is computed in float32 or wider.
 
+    A bfloat16 number takes up no change that is less than about 1/400 of it. Factors
+    in bfloat16 stop up to a quarter short of a steady mean with a `b2` of 0.99, at
+    about a third of it with 0.999, and then do not forget: larger ones want float32.
+    Their eigenvalues below 1/100 of the largest are rounding errors, so that
+    `relative_eps` is 1e-2 by default; iterations may refuse them all the same
+    (`state.failures` counts), and a :class:`PseudoInverse` needs an `rtol`.
+
     Args:
       factors: dtype of the factors, `"float32"`, `"bfloat16"`, or, with 64-bit arrays
         enabled, `"float64"`, in which they are also inverted. Default `None`: that
@@ -126,7 +142,8 @@ class Storage:
         Bases are no symmetric matrices, and stay whole. Default `False`.
 
     Raises:
-      ValueError: if a field has a value other than those above.
+      ValueError: if a field has a value other than those above; in `init`, if one is
+        `"float64"` without 64-bit arrays.
 
     Examples:
       >>> import shampoo_optax as so
@@ -304,6 +321,11 @@ class Options:
         overrides = (self.exponents or {}).items()
         fixed = {order for order, e in overrides if isinstance(e, Mapping)}
         return frozenset(fixed if self.axes.sides == "both" else {2, *fixed})
+
+    def is_left_to_grafting(self, block: tuple[int, ...]) -> bool:
+        """Whether `axes` says that no axis of a block has a factor."""
+        few = len(block) < self.axes.min_order
+        return few or (len(block) > 0 and all(map(self._is_skipped, block)))
 
     def _is_skipped(self, length: int) -> bool:
         return self.axes.skip_above is not None and length > self.axes.skip_above

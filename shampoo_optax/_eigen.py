@@ -4,39 +4,16 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
 from shampoo_optax._methods import Basis, EighBasis, QRBasis
 from shampoo_optax._newton import add_to_diagonal, largest_row_sum
-from shampoo_optax._stacks import contract, per_slot, traces
+from shampoo_optax._stacks import contract, per_slot, scale_to_one, traces
 
 Pair = tuple[jax.Array, jax.Array]
 
 # Columns of two bases are the same vector where |cos| of their angle is at least this.
 # The official package leaves columns up to 0.9999 alike in the places of each other.
 _SAME = 0.99999
-
-
-def scale_to_one(
-    matrices: jax.Array, floor: ArrayLike = 0.0
-) -> tuple[jax.Array, jax.Array]:
-    """Divides by a power of two next to the trace, which is exact.
-
-    The smallest and the largest factors of a dtype then keep their digits.
-
-    Args:
-      matrices: `[n, d, d]`, symmetric, finite.
-      floor: counts in the place of a smaller trace. Default 0.
-
-    Returns:
-      the scaled matrices, and the powers of two `[n]`.
-    """
-    trace = traces(matrices)
-    info = jnp.finfo(trace.dtype)
-    trace = jnp.clip(trace, jnp.asarray(floor, trace.dtype), info.max / 4)
-    scale = jax.lax.reduce_precision(trace, info.nexp, 0)
-    scale = jnp.maximum(scale, info.tiny)
-    return matrices / per_slot(scale, matrices), scale
 
 
 def eigenbases(

@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import dtypes
 from jax.typing import ArrayLike
 
-from shampoo_optax._config import Options
+from shampoo_optax._config import Options, Storage
 from shampoo_optax._division import memory
 from shampoo_optax._stacks import (
     AxisStacks,
@@ -69,9 +71,21 @@ def stored_axes(
     return arrays
 
 
+def asked_dtype(storage: Storage, field: str) -> str | None:
+    """The dtype that is asked for, which must be one that arrays can have now."""
+    dtype = getattr(storage, field)
+    if dtype is not None and dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"`{field}` of `storage` must be at most 'float32' unless 64-bit arrays "
+            f"are enabled (`jax_enable_x64`), got {dtype!r}."
+        )
+    return dtype
+
+
 def zero_factors(stacks: dict[str, Stack], options: Options) -> AxisStacks:
     """The factors before the first step, in their stored form."""
-    dtype, packed = options.storage.factors, options.storage.packed
+    dtype = asked_dtype(options.storage, "factors")
+    packed = options.storage.packed
     return stored_axes(
         stacks,
         options,
@@ -82,7 +96,8 @@ def zero_factors(stacks: dict[str, Stack], options: Options) -> AxisStacks:
 
 def identity_roots(stacks: dict[str, Stack], options: Options) -> AxisStacks:
     """The roots before the first refresh, in their stored form."""
-    dtype, packed = options.storage.roots, options.storage.packed
+    dtype = asked_dtype(options.storage, "roots")
+    packed = options.storage.packed
     return stored_axes(
         stacks,
         options,
@@ -93,7 +108,7 @@ def identity_roots(stacks: dict[str, Stack], options: Options) -> AxisStacks:
 
 def identity_bases(stacks: dict[str, Stack], options: Options) -> AxisStacks:
     """The bases before the first refresh; diagonal axes have none."""
-    dtype = options.storage.roots
+    dtype = asked_dtype(options.storage, "roots")
     return stored_axes(
         stacks, options, lambda stack, side: identities(stack, side, dtype, False)
     )
@@ -237,7 +252,7 @@ def update_factors(
     """
 
     def update(stored: jax.Array, name: str, axis: str) -> jax.Array:
-        wide = jnp.promote_types(stored.dtype, blocks[name].dtype)
+        wide = np.promote_types(stored.dtype, blocks[name].dtype)
         block, accepted = blocks[name].astype(wide), usable[name]
         if whiten is not None:
             block, accepted = _whitened(whiten, name, block, axis, stored, accepted)

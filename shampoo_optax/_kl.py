@@ -3,7 +3,8 @@
 import optax
 from jax.typing import ArrayLike
 
-from shampoo_optax._checks import Exponents, Graft
+from shampoo_optax._chain import AliasDecay, descend
+from shampoo_optax._checks import Exponents, Graft, Mask, ScalarOrSchedule
 from shampoo_optax._config import Axes, Blocking, Options, Storage
 from shampoo_optax._methods import Eigh, Root
 from shampoo_optax._placement import Placement
@@ -50,6 +51,11 @@ def scale_by_kl_shampoo(
     of Shampoo. A block whose whitened gradient would overflow a factor leaves that
     factor as it is.
 
+    A block's factors then say nothing of their single scales, which would drift apart.
+    Without an absolute ridge they are balanced at a refresh by powers of 4, which moves
+    no direction. Blocks of more than two axes (`Blocking.merge_to`) need :math:`b_2^T`
+    well above 1/2, T steps from refresh to refresh, or their scales oscillate.
+
     Args:
       b1: decay rate of the filtered gradient, in [0, 1); 0 takes the gradient as it
         is and stores nothing. Default 0.9.
@@ -58,7 +64,8 @@ def scale_by_kl_shampoo(
       eps: ridge added to the eigenvalues of a factor, >= 0, in units of the squared
         gradient. Default 0.
       relative_eps: ridge in units of a factor's largest eigenvalue, >= 0; the larger
-        ridge counts. Default `None`: 1e-5, or 0 with `PseudoInverse`.
+        ridge counts. Default `None`: 1e-5, or 1e-2 with bfloat16 factors, 0 with
+        `PseudoInverse`.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
       refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
@@ -151,3 +158,169 @@ def scale_by_kl_shampoo(
         blocking=blocking,
     )
     return shampoo_transform(options, placement, whitened=True)
+
+
+def kl_shampoo(
+    learning_rate: ScalarOrSchedule,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.99,
+    eps: ArrayLike = 0.0,
+    weight_decay: ArrayLike = 0.0,
+    mask: Mask | None = None,
+    *,
+    relative_eps: ArrayLike | None = None,
+    b3: ArrayLike | None = None,
+    refresh_every: ArrayLike = 10,
+    start: ArrayLike | None = None,
+    bias_correction: bool = True,
+    drop_weighting: bool = False,
+    exponents: Exponents | None = None,
+    graft: Graft | None = "adam",
+    graft_b2: ArrayLike | None = None,
+    graft_eps: ArrayLike = 1e-8,
+    graft_drop_weighting: bool = False,
+    momentum: ArrayLike | None = None,
+    dampening: ArrayLike = 0.0,
+    nesterov: bool = False,
+    decay: AliasDecay = "decoupled",
+    peak_learning_rate: ArrayLike | None = None,
+    trace_scaling: ArrayLike = 0.0,
+    root: Root = Eigh(),
+    axes: Axes = Axes(),
+    storage: Storage = Storage(),
+    blocking: Blocking = Blocking(),
+    placement: Placement | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""KL-Shampoo with grafting, decay, momentum and a step size.
+
+    The chain of :func:`scale_by_kl_shampoo`, :func:`decay_weights` (before it for
+    `"l2"`), :func:`scale_by_momentum`, the step size :math:`-\eta_t` and
+    :func:`fill_absent`.
+
+    Args:
+      learning_rate: a number >= 0, or a schedule that maps the number of steps taken
+        to one.
+      b1: decay rate of the filtered gradient, in [0, 1); 0 takes the gradient as it
+        is and stores nothing. Default 0.9.
+      b2: decay rate of the factors, in [0, 1]; 1 makes them sums, as AdaGrad does.
+        Default 0.99.
+      eps: ridge added to the eigenvalues of a factor, >= 0, in units of the squared
+        gradient. Default 0.
+      weight_decay: the lambda of the decay, >= 0; `update` needs `params` unless it is
+        a Python 0. Default 0.
+      mask: which parameters decay: a tree of booleans like the parameters, or a prefix
+        of one, or a function from parameters to one. Default `None`: all.
+      relative_eps: ridge in units of a factor's largest eigenvalue, >= 0; the larger
+        ridge counts. Default `None`: 1e-5, or 1e-2 with bfloat16 factors, 0 with
+        `PseudoInverse`.
+      b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
+        looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
+      refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
+      start: step of the first refresh, an integer >= `refresh_every`, which `None`
+        stands for; until then the grafted method alone moves the parameters, or
+        the plain gradient where there is none. Default `None`.
+      bias_correction: whether factors and filtered gradient are divided by the sum of
+        their weights. Adam's grafted moments always are. Default `True`.
+      drop_weighting: whether new statistics enter with weight 1 in place of 1 - b2,
+        without bias correction. Default `False`.
+      exponents: overrides of e by the order of a block, `{order: e}` or
+        `{order: {axis: e}}` with e >= 0; an axis with 0 has no factor and is left
+        alone. Default `None`: 1/2, with which the method minimises its divergence;
+        the official package has 1 / (2 * order).
+      graft: the method whose step size each block takes: `"adam"`, `"rmsprop"`,
+        `"adagrad"`, `"sgd"`, or `None`. Default `"adam"`.
+      graft_b2: decay rate of the grafted second moments, in [0, 1); `None` stands for
+        `b2`. Default `None`.
+      graft_eps: added to the root of the grafted second moments, >= 0. Default 1e-8.
+      graft_drop_weighting: `drop_weighting` for the grafted second moments. Default
+        `False`.
+      momentum: the mu of :func:`scale_by_momentum`, in [0, 1]; `None` keeps no
+        buffer. Default `None`.
+      dampening: the delta of :func:`scale_by_momentum`, in [0, 1]. Default 0.
+      nesterov: whether momentum looks ahead. Default `False`.
+      decay: `"decoupled"`, `"corrected"` or `"independent"`, as in
+        :func:`decay_weights`, or `"l2"`, which adds to the gradient. Default
+        `"decoupled"`.
+      peak_learning_rate: the largest learning rate, > 0, for corrected and independent
+        decay; `None` stands for `learning_rate` where that is a Python number. Default
+        `None`.
+      trace_scaling: the a >= 0 of :math:`L_k / c` times :math:`\mathrm{tr}(L_k /
+        c)^{-a}`, which takes its place in the root. Default 0.
+      root: how inverse roots are computed, an :class:`Eigh`, :class:`PseudoInverse`,
+        :class:`CoupledNewton`, :class:`HigherOrderNewton`, :class:`NewtonDB` or
+        :class:`Eigendecomposed`. Default `Eigh()`.
+      axes: which axes have a factor, or a diagonal one, an :class:`Axes`. Default
+        `Axes()`: all have a whole one.
+      storage: in what form the state is kept, momentum included, a :class:`Storage`.
+        Default `Storage()`: float32 or wider.
+      blocking: how parameters are merged and cut, a :class:`Blocking`. Default
+        `Blocking()`.
+      placement: the devices that statistics, roots and work are divided over, a
+        :class:`Placement`. Default `None`: all stay on one device.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`. Updates have the shapes and dtypes of
+      the gradients, or of the parameters where those are absent.
+
+    Raises:
+      ValueError: if an argument has a value other than those above; in `init` or
+        `update`, if a leaf is not a real floating-point array, or the gradients'
+        paths or shapes are not those of the parameters,
+        or weight decay is asked for without `params`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import shampoo_optax as so
+      >>> tx = so.kl_shampoo(learning_rate=0.1, refresh_every=2)
+      >>> f = lambda w: jnp.sum(w**2)
+      >>> w = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> state = tx.init(w)
+      >>> for _ in range(5):
+      ...     updates, state = tx.update(jax.grad(f)(w), state, w)
+      ...     w = optax.apply_updates(w, updates)
+      ...     print(f"{f(w):.2f}")
+      28.04
+      27.78
+      27.57
+      27.31
+      26.85
+
+    References:
+      Lin et al., Understanding and Improving Shampoo and SOAP via Kullback-Leibler
+      Minimization, 2025, https://arxiv.org/abs/2509.03378.
+    """
+    direction = scale_by_kl_shampoo(
+        b1,
+        b2,
+        eps,
+        relative_eps=relative_eps,
+        b3=b3,
+        refresh_every=refresh_every,
+        start=start,
+        bias_correction=bias_correction,
+        drop_weighting=drop_weighting,
+        exponents=exponents,
+        graft=graft,
+        graft_b2=graft_b2,
+        graft_eps=graft_eps,
+        graft_drop_weighting=graft_drop_weighting,
+        trace_scaling=trace_scaling,
+        root=root,
+        axes=axes,
+        storage=storage,
+        blocking=blocking,
+        placement=placement,
+    )
+    return descend(
+        learning_rate,
+        direction,
+        weight_decay=weight_decay,
+        mask=mask,
+        decay=decay,
+        peak_learning_rate=peak_learning_rate,
+        placement=placement,
+        momentum=momentum,
+        dampening=dampening,
+        nesterov=nesterov,
+        momentum_dtype=storage.momentum,
+    )

@@ -312,9 +312,13 @@ def _check_structure(state: Any, tree: Any) -> None:
 
 
 def _cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Casts; `np.load` gives dtypes that NumPy does not know as raw bytes."""
-    if array.dtype.kind == "V" and array.dtype.itemsize == np.dtype(dtype).itemsize:
-        return array.view(dtype)
+    """Casts; `np.load` gives dtypes that NumPy does not know as raw bytes.
+
+    Raw bytes of another size are those of the one such dtype that `Storage` has.
+    """
+    if array.dtype.kind == "V":
+        same = array.dtype.itemsize == np.dtype(dtype).itemsize
+        array = array.view(dtype if same else jnp.bfloat16)
     return array.astype(dtype)
 
 

@@ -13,8 +13,7 @@ from shampoo_optax._methods import (
     PseudoInverse,
     Root,
 )
-from shampoo_optax._stacks import per_slot
-from shampoo_optax._storage import stored_traces
+from shampoo_optax._stacks import per_slot, scale_to_one, traces
 
 
 def rescaled(factors: jax.Array, correction: jax.Array, options: Options) -> jax.Array:
@@ -29,7 +28,7 @@ def rescaled(factors: jax.Array, correction: jax.Array, options: Options) -> jax
     if is_static(options.trace_scaling, 0):
         return factors
     dtype = factors.dtype
-    trace = jnp.maximum(stored_traces(factors), jnp.asarray(options.eps, dtype))
+    trace = jnp.maximum(traces(factors), jnp.asarray(options.eps, dtype))
     trace = jnp.where(trace > 0, trace, 1)
     power = -jnp.asarray(options.trace_scaling, dtype)
     return factors * per_slot(trace**power, factors)
@@ -48,6 +47,8 @@ def relative_ridge(options: Options) -> ArrayLike:
     root = eigenvalue_root(options)
     if isinstance(root, PseudoInverse):
         return 0.0
+    if options.storage.factors == "bfloat16":
+        return 1e-2
     # Where a factor lacks rank an iteration leaves a residual of about the machine
     # epsilon over the ridge, and KL-Shampoo, whose exponents add up to 1, makes the
     # rounding of a gradient larger by the inverse ridge.
@@ -127,13 +128,19 @@ def diagonal_powers(
       added: what is in the values already. Default 0.
     """
     if padding is not None:
+        values = jnp.where(padding, 0, values)
+    values, scale = scale_to_one(values, options.eps)
+    if padding is not None:
         values = jnp.where(padding, values[:, :1], values)
-    return eigenvalue_powers(
+    undo = scale ** -jnp.asarray(exponents, values.dtype)
+    eps, added = (jnp.asarray(x, values.dtype) / scale for x in (options.eps, added))
+    return undo[:, None] * eigenvalue_powers(
         values,
         exponents,
         eigenvalue_root(options),
-        options.eps,
+        eps,
         relative_ridge(options),
         added,
         side_lengths(values, padding),
+        scale,
     )

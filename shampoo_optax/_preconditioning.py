@@ -9,6 +9,7 @@ from shampoo_optax._methods import Eigendecomposed
 from shampoo_optax._powers import added_before, diagonal_powers
 from shampoo_optax._refresh import Derived
 from shampoo_optax._stacks import AxisStacks, Stacks
+from shampoo_optax._trees import wide_dtype
 
 
 def precondition(
@@ -49,7 +50,7 @@ def eigenvalue_scales(
     """The eigenvalues of roots, `{stack: {axis: [n, d]}}`, from those of factors."""
 
     def scale(name: str, axis: str, kept: jax.Array) -> jax.Array:
-        kept = kept.astype(jnp.promote_types(kept.dtype, jnp.float32))
+        kept = kept.astype(wide_dtype(kept.dtype))
         padding = None
         if name in sides:
             places = jnp.arange(kept.shape[1])[None]

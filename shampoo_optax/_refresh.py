@@ -93,7 +93,7 @@ def refresh(
     for members in _by_side(factors, kind).values():
         batch = _batch(factors, derived, sides, members)
         found = compute(batch)
-        alive = (_traces(batch.factors) > 0) | (jnp.asarray(ridge) > 0)
+        alive = (traces(batch.factors) > 0) | (jnp.asarray(ridge) > 0)
         sound = _is_finite(found.derived) & (found.residuals <= max_residual)
         for name, axis, slots in members:
             tried = usable[name] & alive[slots]
@@ -129,24 +129,21 @@ def _batch(
     factors: AxisStacks, derived: Derived, sides: dict, members: list[Member]
 ) -> Batch:
     """Brings the factors of a call, and what was derived from them, together."""
+    loaded = jnp.concatenate([load(factors[name][axis]) for name, axis, _ in members])
     held = {
         field: [
-            load(stacks[name][axis])
+            load(stacks[name][axis]).astype(loaded.dtype)
             for name, axis, _ in members
             if axis in stacks.get(name, {})
         ]
         for field, stacks in derived.items()
     }
     return Batch(
-        jnp.concatenate([load(factors[name][axis]) for name, axis, _ in members]),
+        loaded,
         {field: jnp.concatenate(parts) for field, parts in held.items() if parts},
         _padding(sides, members, factors),
         tuple(members),
     )
-
-
-def _traces(factors: jax.Array) -> jax.Array:
-    return jnp.sum(factors, axis=1) if is_diagonal(factors) else traces(factors)
 
 
 def _is_finite(derived: dict[str, jax.Array]) -> jax.Array:

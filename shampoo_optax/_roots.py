@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from shampoo_optax._config import Options
-from shampoo_optax._eigen import checked_eigh, eigenbases, scale_to_one
+from shampoo_optax._eigen import checked_eigh, eigenbases
 from shampoo_optax._methods import (
     CoupledNewton,
     Eigendecomposed,
@@ -29,7 +29,13 @@ from shampoo_optax._powers import (
 )
 from shampoo_optax._refresh import Batch, Derived, Fresh, Report, refresh
 from shampoo_optax._retry import retried, widened
-from shampoo_optax._stacks import AxisStacks, contract, per_slot, traces
+from shampoo_optax._stacks import (
+    AxisStacks,
+    contract,
+    per_slot,
+    scale_to_one,
+    traces,
+)
 from shampoo_optax._storage import is_diagonal
 
 

@@ -8,6 +8,7 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
+from shampoo_optax._balance import balance_of, balanced, balanced_fields
 from shampoo_optax._checks import Exponents, Graft
 from shampoo_optax._config import Axes, Blocking, Options, Storage
 from shampoo_optax._factors import (
@@ -21,6 +22,7 @@ from shampoo_optax._factors import (
 from shampoo_optax._methods import Eigendecomposed, Eigh, Root
 from shampoo_optax._placement import Placement
 from shampoo_optax._preconditioning import precondition
+from shampoo_optax._refresh import Derived, Report
 from shampoo_optax._roots import refresh_roots
 from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks
 from shampoo_optax._step import begin, factored_fields, finish, refresh_if_due
@@ -108,18 +110,24 @@ def _step(
         return multiply({name: block}, inputs.fields, left_out=axis, back=False)[name]
 
     step = begin(inputs, options, whiten if whitened else None)
-    recompute = partial(
-        refresh_roots,
-        step.factors,
-        usable=step.usable,
-        sides=inputs.sides,
-        exponents=exponents,
-        correction=statistics_correction(options, inputs.count),
-        options=options,
-    )
+    balance = balance_of(step, exponents, options) if whitened else {}
+    factors = balanced("factors", step.factors, balance)
+
+    def recompute(derived: Derived, report: Report) -> tuple[Derived, Report]:
+        return refresh_roots(
+            factors,
+            balanced_fields(derived, balance),
+            report,
+            usable=step.usable,
+            sides=inputs.sides,
+            exponents=exponents,
+            correction=statistics_correction(options, inputs.count),
+            options=options,
+        )
+
     derived = refresh_if_due(step, recompute, ("roots", "bases", "eigenvalues"))
     directions, fields = finish(step, options, partial(multiply, derived=derived))
-    return directions, dict(fields, factors=step.factors, **derived)
+    return directions, dict(fields, factors=factors, **derived)
 
 
 def scale_by_shampoo(
@@ -188,7 +196,8 @@ def scale_by_shampoo(
         gradient. Default 0.
       relative_eps: ridge in units of a factor's largest eigenvalue, >= 0; the larger
         ridge counts. Default `None`: 1e-6, or 1e-5 with an iteration
-        (`CoupledNewton`, `HigherOrderNewton`, `NewtonDB`), or 0 with `PseudoInverse`.
+        (`CoupledNewton`, `HigherOrderNewton`, `NewtonDB`), 1e-2 with bfloat16 factors,
+        0 with `PseudoInverse`.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
       refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.

@@ -1,46 +1,69 @@
 """SOAP: second moments in the eigenbasis of Shampoo's factors."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from shampoo_optax._checks import Graft, check_exponents
+from shampoo_optax._bases import (
+    accumulate_squares,
+    divide_by_roots,
+    move_average,
+    refresh_bases,
+)
+from shampoo_optax._checks import (
+    Graft,
+    check_choice,
+    check_exponents,
+    check_integer,
+)
 from shampoo_optax._config import Axes, Blocking, Options, Storage
-from shampoo_optax._eigen import eigenbases
 from shampoo_optax._factors import (
+    Whiten,
     apply_axes,
     factored_memory,
     identity_bases,
     statistics_correction,
-    statistics_weight,
+    unit_eigenvalues,
 )
-from shampoo_optax._grafting import accumulate, zero_blocks
+from shampoo_optax._grafting import keeps_filtered, zero_blocks
 from shampoo_optax._methods import Basis, EighBasis, check_basis
-from shampoo_optax._newton import add_to_diagonal
 from shampoo_optax._placement import Placement
-from shampoo_optax._powers import rescaled
-from shampoo_optax._refresh import Batch, Derived, Fresh, Report, refresh
-from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks
-from shampoo_optax._step import Step, begin, factored_fields, finish, refresh_if_due
+from shampoo_optax._preconditioning import precondition
+from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, per_slot
+from shampoo_optax._step import (
+    Step,
+    Turned,
+    begin,
+    factored_fields,
+    finish,
+    refresh_if_due,
+    when_due,
+)
 from shampoo_optax._transform import Method, block_transform
+
+Form = Literal["official", "paper"]
+IgnoredAxes = Mapping[int, Sequence[int]]
 
 
 class ScaleBySoapState(NamedTuple):
-    """State of :func:`scale_by_soap`.
+    """State of :func:`scale_by_soap` and :func:`scale_by_kl_soap`.
 
     Attributes:
       count: the number of steps taken, t.
       factors: the statistics L of each axis.
       bases: their eigenvectors Q in columns, the identity before the first refresh.
+      eigenvalues: theirs, which whiten gradients in KL-SOAP, 1 before the first
+        refresh; empty in SOAP.
       moments: second moments D of the gradient in the bases.
       graft_moments: second moments of the grafted method; empty without any.
-      filtered: moving average of the gradient; empty where `b1` is 0.
+      filtered: moving average of the gradient, in the bases with `form="paper"`;
+        empty where `b1` is 0.
       failures: how many new bases were refused, for each block.
       residuals: the largest residual of a block's bases at its last refresh.
       iterations: the most iterations of one of these; 0 where the old ones were kept.
@@ -48,101 +71,175 @@ class ScaleBySoapState(NamedTuple):
     """
 
     count: jax.Array  # [], int32
-    factors: AxisStacks  # {stack: {axis: [n, d, d]}}, float32 or wider
-    bases: AxisStacks  # {stack: {axis: [n, d, d]}}, float32 or wider
+    factors: AxisStacks  # {stack: {axis: [n, d, d]}}, as in `storage`
+    bases: AxisStacks  # {stack: {axis: [n, d, d]}}, as in `storage`
+    eigenvalues: AxisStacks  # {stack: {axis: [n, d]}}, float32 or wider
     moments: Stacks  # {stack: [n, *block]}, float32 or wider
     graft_moments: Stacks  # {stack: [n, *block]}, float32 or wider
-    filtered: Stacks  # {stack: [n, *block]}, float32 or wider
+    filtered: Stacks  # {stack: [n, *block]}, as in `storage`
     failures: dict[str, jax.Array]  # {stack: [n]}, int32
     residuals: dict[str, jax.Array]  # {stack: [n]}, float32
     iterations: dict[str, jax.Array]  # {stack: [n]}, int32
     skipped: dict[str, jax.Array]  # {stack: [n]}, int32
 
 
-def _refresh_bases(
-    factors: AxisStacks,
-    derived: Derived,
-    report: Report,
-    *,
-    usable: dict[str, jax.Array],
-    sides: dict[str, dict[str, jax.Array]],
-    correction: jax.Array,
-    basis: Basis,
-    options: Options,
-) -> tuple[Derived, Report]:
-    def compute(batch: Batch) -> Fresh:
-        matrices = rescaled(batch.factors, correction, options)
-        ridge = jnp.full(len(matrices), options.eps, matrices.dtype)
-        old = batch.derived["bases"]
-        bases, _, *about = eigenbases(
-            add_to_diagonal(matrices, ridge), old, basis, batch.padding
+class Rules(NamedTuple):
+    """What SOAP is told besides the options of all transforms."""
+
+    basis: Basis
+    form: Form
+    exponents: Mapping[int, float]  # p by the order of a block, 1/2 where there is none
+    whitened: bool = False  # whether factors are those of KL-Shampoo
+
+
+def soap_transform(
+    options: Options, rules: Rules, placement: Placement | None
+) -> optax.GradientTransformationExtraArgs:
+    """The transform on blocks with these arguments."""
+    limits = options.axes.limits
+    if limits:  # a diagonal factor has no basis to rotate into
+        axes = replace(options.axes, diagonal_above=None, skip_above=min(limits))
+        options = replace(options, axes=axes)
+    method = Method(
+        ScaleBySoapState,
+        partial(_init_fields, options, rules),
+        partial(_step, options, rules),
+        partial(factored_memory, options),
+    )
+    return block_transform(method, options, placement)
+
+
+def unrotated(ignored_axes: IgnoredAxes | None) -> dict[int, dict[int, float]]:
+    """The ignored axes, checked, as axes with the exponent 0: without a factor."""
+    ignored_axes = {} if ignored_axes is None else ignored_axes
+    if not isinstance(ignored_axes, Mapping):
+        raise ValueError(
+            f"`ignored_axes` must be a mapping from orders, got {ignored_axes!r}."
         )
-        return Fresh({"bases": bases}, *about)
-
-    return refresh(factors, derived, report, usable, sides, compute, basis.max_residual)
-
-
-def _update_moments(
-    moments: Stacks, step: Step, bases: AxisStacks, options: Options
-) -> Stacks:
-    """Accumulates the squares of the gradient in the bases."""
-    rotated = apply_axes(bases, step.blocks, transpose=True)
-    weight = statistics_weight(options)
-    return {
-        name: accumulate(moment, rotated[name], step.usable[name], options.b2, weight)
-        for name, moment in moments.items()
-    }
+    for order, axes in ignored_axes.items():
+        check_integer("ignored_axes", order)
+        if isinstance(axes, str) or not isinstance(axes, Sequence):
+            raise ValueError(
+                f"`ignored_axes` must map orders to sequences of axes, got {axes!r}."
+            )
+        for axis in axes:
+            if isinstance(axis, bool) or axis not in range(order):
+                raise ValueError(
+                    f"`ignored_axes` must name axes below the order {order}, "
+                    f"got {axis!r}."
+                )
+    return {order: dict.fromkeys(axes, 0.0) for order, axes in ignored_axes.items()}
 
 
-def _divide_in_bases(
-    used: Stacks,
-    bases: AxisStacks,
-    moments: Stacks,
-    correction: jax.Array,
-    exponents: Mapping[int, float],
-    eps: ArrayLike,
-) -> Stacks:
-    """Rotates, divides by the corrected moments to the power p plus eps, and back."""
+def _init_fields(
+    options: Options, rules: Rules, stacks: dict[str, Stack]
+) -> dict[str, Any]:
+    return dict(
+        bases=identity_bases(stacks, options),
+        eigenvalues=unit_eigenvalues(stacks, options) if rules.whitened else {},
+        moments=zero_blocks(stacks),
+        **factored_fields(stacks, options),
+    )
 
-    def divide(name: str, block: jax.Array) -> jax.Array:
-        moment = moments[name] / correction.astype(block.dtype)
-        scale = moment ** exponents.get(block.ndim - 1, 0.5)
-        scale += jnp.asarray(eps, block.dtype)
-        return block / jnp.where(scale > 0, scale, 1)
 
-    rotated = apply_axes(bases, used, transpose=True)
-    divided = {name: divide(name, block) for name, block in rotated.items()}
-    return apply_axes(bases, divided)
+def _whiten(inputs: Inputs, options: Options) -> Whiten:
+    """Multiplies blocks by the inverse square roots of the factors of other axes.
+
+    Eigenvalues count in units of their mean: a Kronecker product says nothing of the
+    scales of its single factors, which would drift apart from step to step.
+    """
+
+    def whiten(name: str, block: jax.Array, axis: str) -> jax.Array:
+        derived = {f: {name: inputs.fields[f][name]} for f in ("bases", "eigenvalues")}
+        values = derived["eigenvalues"][name]
+        sides = {n: s for n, s in inputs.sides.items() if n == name}
+        halves = {name: dict.fromkeys(values, 1 / 2)}
+        block = precondition(
+            {name: block}, derived, sides, halves, options, left_out=axis, back=False
+        )[name]
+        for other in sorted(values.keys() - {axis}):
+            mean = _own_mean(values[other], sides.get(name, {}).get(other))
+            block = block * per_slot(jnp.sqrt(mean), block)
+        return block
+
+    return whiten
+
+
+def _own_mean(values: jax.Array, sides: jax.Array | None) -> jax.Array:
+    """The means `[n]` of the first `sides` of the values `[n, d]`, or of all."""
+    if sides is None:
+        return jnp.mean(values, axis=1)
+    inside = jnp.arange(values.shape[1])[None] < jnp.asarray(sides)[:, None]
+    total = jnp.sum(jnp.where(inside, values, 0), axis=1)
+    return total / jnp.asarray(sides, values.dtype)
 
 
 def _step(
-    options: Options, basis: Basis, exponents: Mapping[int, float], inputs: Inputs
+    options: Options, rules: Rules, inputs: Inputs
 ) -> tuple[Stacks, dict[str, Any]]:
     options = replace(options, **inputs.numbers)
-    step = begin(inputs, options)
-    correction = statistics_correction(options, inputs.count)
+    # KL-SOAP adds `eps` to second moments alone.
+    ridge = 0.0 if rules.whitened else options.eps
+    whiten = _whiten(inputs, replace(options, eps=ridge)) if rules.whitened else None
+    step = begin(inputs, options, whiten)
     recompute = partial(
-        _refresh_bases,
+        refresh_bases,
         step.factors,
         usable=step.usable,
         sides=inputs.sides,
-        correction=correction,
-        basis=basis,
+        correction=statistics_correction(options, inputs.count),
+        ridge=ridge,
+        basis=rules.basis,
         options=options,
     )
-    derived = refresh_if_due(step, recompute, ("bases",))
-    bases = derived["bases"]
-    moments = _update_moments(inputs.fields["moments"], step, bases, options)
-    direct = partial(
-        _divide_in_bases,
-        bases=bases,
-        moments=moments,
-        correction=correction,
-        exponents=exponents,
-        eps=options.eps,
+    renew = partial(refresh_if_due, step, recompute, ("bases", "eigenvalues"))
+    if rules.form == "official":
+        derived = renew()
+        directions, fields = _direct(step, options, rules, derived["bases"])
+        return directions, dict(fields, factors=step.factors, **derived)
+    before = inputs.fields["bases"]
+    directions, fields = _direct(step, options, rules, before)
+    derived = renew()
+    if keeps_filtered(options):
+        fields["filtered"] = _turn_average(step, fields, before, derived["bases"])
+    return directions, dict(fields, factors=step.factors, **derived)
+
+
+def _turn_average(
+    step: Step, fields: dict[str, Any], before: AxisStacks, after: AxisStacks
+) -> Stacks:
+    """The moving average in the bases of after a refresh."""
+
+    def move(filtered: Stacks) -> tuple[Stacks]:
+        return (move_average(filtered, before, after, step.usable),)
+
+    (filtered,) = when_due(step.due, move, fields["filtered"])
+    return filtered
+
+
+def _direct(
+    step: Step, options: Options, rules: Rules, bases: AxisStacks
+) -> tuple[Stacks, dict[str, Any]]:
+    """The directions with these bases, and the fields but for those of a refresh."""
+    turn = partial(apply_axes, bases, transpose=True)
+    back = partial(apply_axes, bases)
+    turned = turn(step.blocks)
+    moments = accumulate_squares(
+        step.inputs.fields["moments"], turned, step.usable, options
     )
-    directions, fields = finish(step, options, direct)
-    return directions, dict(fields, factors=step.factors, moments=moments, **derived)
+    correction = statistics_correction(options, step.inputs.count)
+    in_bases = rules.form == "paper"
+
+    def direct(used: Stacks) -> Stacks:
+        used = used if in_bases else turn(used)
+        divided = divide_by_roots(
+            used, moments, correction, rules.exponents, options.eps
+        )
+        return back(divided)
+
+    kept = Turned(turned, back) if in_bases else None
+    directions, fields = finish(step, options, direct, kept)
+    return directions, dict(fields, moments=moments)
 
 
 def scale_by_soap(
@@ -160,6 +257,8 @@ def scale_by_soap(
     graft_b2: ArrayLike | None = None,
     graft_eps: ArrayLike = 1e-8,
     graft_drop_weighting: bool = False,
+    ignored_axes: IgnoredAxes | None = None,
+    form: Form = "official",
     basis: Basis = EighBasis(),
     axes: Axes = Axes(),
     storage: Storage = Storage(),
@@ -177,9 +276,21 @@ def scale_by_soap(
       P &= \frac{\hat G \times_1 Q_1^\top \times_2 \cdots}
         {(D / c)^p + \varepsilon} \times_1 Q_1 \times_2 \cdots
 
-    in the form of the official PyTorch package: the filtered gradient is kept in
-    the parameter's own coordinates, and D stays as it is when the bases change.
-    Precision, guards and absent gradients are those of :func:`scale_by_shampoo`.
+    D stays as it is when the bases change, but a column that is an old one, up to
+    its sign, takes the old one's place, so that no moment is left behind where
+    eigenvalues only change their order. Precision, guards and absent gradients are
+    those of :func:`scale_by_shampoo`.
+
+    The two forms differ in the order of a step. In the official PyTorch package the
+    refresh comes first, from factors that hold this step's gradient, and D and the
+    direction are taken in the new bases. In the paper the direction comes first, in
+    the bases of before, which are refreshed afterwards and act from the next step on.
+    As in the code of the paper, the average of the gradient is then kept in the bases
+    and turned with them, :math:`\tilde G \leftarrow \tilde G \times_1 Q_1'^\top Q_1
+    \times_2 \cdots`: the same numbers as in the parameter's coordinates, for one
+    rotation less at each step. Where bases do not change the forms agree. That code
+    also spends the first step on its first bases, without an update; here the first
+    updates are Adam's.
 
     Args:
       b1: decay rate of the filtered gradient, in [0, 1); 0 takes the gradient as it
@@ -206,10 +317,13 @@ def scale_by_soap(
       graft_eps: added to the root of the grafted second moments, >= 0. Default 1e-8.
       graft_drop_weighting: `drop_weighting` for the grafted second moments. Default
         `False`.
+      ignored_axes: axes that are not rotated and have no factor, by the order of a
+        block, `{order: axes}`. Default `None`: none are ignored.
+      form: `"official"` or `"paper"`. Default `"official"`.
       basis: how eigenvectors are computed, an :class:`EighBasis` or
         :class:`QRBasis`. Default `EighBasis()`.
-      axes: which axes are rotated, an :class:`Axes`; a diagonal one is not. Default
-        `Axes()`: all.
+      axes: which axes are rotated, an :class:`Axes`; one above `diagonal_above` is
+        not, as above `skip_above`. Default `Axes()`: all.
       storage: in what form the state is kept, a :class:`Storage`; bases are never
         packed. Default `Storage()`: float32 or wider.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
@@ -253,6 +367,7 @@ def scale_by_soap(
       Distributed Shampoo Optimizer, 2023, https://arxiv.org/abs/2309.06497.
     """
     check_exponents(exponents, per_axis=False)
+    check_choice("form", form, get_args(Form))
     check_basis(basis)
     options = Options(
         b1=b1,
@@ -267,22 +382,11 @@ def scale_by_soap(
         graft_b2=graft_b2,
         graft_eps=graft_eps,
         graft_drop_weighting=graft_drop_weighting,
+        exponents=unrotated(ignored_axes),
         axes=axes,
         storage=storage,
         blocking=blocking,
     )
 
-    def init_fields(stacks: dict[str, Stack]) -> dict[str, Any]:
-        return dict(
-            bases=identity_bases(stacks, options),
-            moments=zero_blocks(stacks),
-            **factored_fields(stacks, options),
-        )
-
-    method = Method(
-        ScaleBySoapState,
-        init_fields,
-        partial(_step, options, basis, exponents or {}),
-        partial(factored_memory, options),
-    )
-    return block_transform(method, options, placement)
+    rules = Rules(basis, form, exponents or {})
+    return soap_transform(options, rules, placement)

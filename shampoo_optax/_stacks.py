@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 Stacks = dict[str, jax.Array]  # {stack: [n, *block]}
 AxisStacks = dict[str, dict[str, jax.Array]]  # {stack: {axis: [n, d, d]}}
@@ -150,9 +151,35 @@ def per_slot(values: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def traces(matrices: jax.Array) -> jax.Array:
-    """The trace of each matrix, `[n]`; reads the diagonals alone."""
+    """The trace of each matrix, `[n]`, or of diagonals; reads the diagonals alone."""
+    if matrices.ndim == 2:
+        return jnp.sum(matrices, axis=1)
     n, side, _ = matrices.shape
-    return jnp.sum(matrices.reshape(n, -1)[:, :: side + 1], axis=1)
+    flat = matrices.reshape(n, -1)
+    # In older JAX an index with a stride is a gather.
+    return jnp.sum(jax.lax.slice_in_dim(flat, 0, None, side + 1, axis=1), axis=1)
+
+
+def scale_to_one(
+    matrices: jax.Array, floor: ArrayLike = 0.0
+) -> tuple[jax.Array, jax.Array]:
+    """Divides by a power of two next to the trace, which is exact.
+
+    The smallest and the largest factors of a dtype then keep their digits.
+
+    Args:
+      matrices: `[n, d, d]`, symmetric, or diagonals `[n, d]`; finite.
+      floor: counts in the place of a smaller trace. Default 0.
+
+    Returns:
+      the scaled matrices, and the powers of two `[n]`.
+    """
+    trace = traces(matrices)
+    info = jnp.finfo(trace.dtype)
+    trace = jnp.clip(trace, jnp.asarray(floor, trace.dtype), info.max / 4)
+    scale = jax.lax.reduce_precision(trace, info.nexp, 0)
+    scale = jnp.maximum(scale, info.tiny)
+    return matrices / per_slot(scale, matrices), scale
 
 
 def contract(left: jax.Array, right: jax.Array, subscripts: str) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from shampoo_optax._config import Options
 from shampoo_optax._factors import (
     Whiten,
+    asked_dtype,
     factored_axes,
     update_factors,
     usable_slots,
@@ -55,9 +56,16 @@ class Step(NamedTuple):
     started: jax.Array  # [], bool
 
 
+class Turned(NamedTuple):
+    """The gradient in coordinates in which norms are what they are in its own."""
+
+    blocks: Stacks  # [n, *block]
+    back: Callable[[Stacks], Stacks]  # maps blocks to the gradient's own coordinates
+
+
 def plain_fields(stacks: dict[str, Stack], options: Options) -> dict[str, Any]:
     """The initial values of the fields that all states have, `count` left out."""
-    dtype = options.storage.momentum
+    dtype = asked_dtype(options.storage, "momentum")
     return dict(
         graft_moments=zero_blocks(stacks) if keeps_moments(options) else {},
         filtered=zero_blocks(stacks, dtype) if keeps_filtered(options) else {},
@@ -155,7 +163,10 @@ def refresh_if_due(
 
 
 def finish(
-    step: Step, options: Options, direct: Callable[[Stacks], Stacks]
+    step: Step,
+    options: Options,
+    direct: Callable[[Stacks], Stacks],
+    turned: Turned | None = None,
 ) -> tuple[Stacks, dict[str, Any]]:
     """Filters the gradient, takes its direction, and grafts.
 
@@ -163,6 +174,8 @@ def finish(
       step: the step begun.
       options: the transform's arguments.
       direct: maps the filtered gradient to its direction.
+      turned: the coordinates in which the gradient is filtered. Default `None`: its
+        own.
 
     Returns:
       the directions, and the new values of the fields that all states have.
@@ -174,16 +187,23 @@ def finish(
         for blocks in (inputs.fields["graft_moments"], cast_like(held, step.blocks))
     )
     moments = update_moments(moments, step.entries, kept, options)
-    used, filtered = filter_gradient(
-        filtered, step.entries, kept, inputs.count, options
-    )
-    magnitude = graft_direction(moments, used, inputs.count, options)
+    entries = step.entries if turned is None else join(turned.blocks, groups)
+    used, filtered = filter_gradient(filtered, entries, kept, inputs.count, options)
+    own = used
+    if turned is not None and options.graft is not None:
+        own = join(turned.back(split(used, groups, inputs.blocks)), groups)
+    magnitude = graft_direction(moments, own, inputs.count, options)
     used, magnitude, moments, filtered = (
         split(joined, groups, inputs.blocks) if joined else {}
         for joined in (used, magnitude, moments, filtered)
     )
+    alone = {
+        name: block
+        for name, block in magnitude.items()
+        if options.is_left_to_grafting(block.shape[1:])
+    }
     direction, moving = graft(
-        direct(used), magnitude, step.usable, step.started, groups
+        direct(used) | alone, magnitude, step.usable, step.started, groups
     )
     still = {name: inputs.present[name] & ~slots for name, slots in moving.items()}
     skipped = count_slots(inputs.fields["skipped"], still, groups)

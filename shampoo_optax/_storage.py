@@ -18,6 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from shampoo_optax._stacks import Stack, traces
+from shampoo_optax._trees import wide_dtype
 
 
 def packed_shape(side: int) -> tuple[int, int]:
@@ -25,23 +26,24 @@ def packed_shape(side: int) -> tuple[int, int]:
     return (side // 2, side + 1) if side % 2 == 0 else (side // 2 + 1, side)
 
 
-def _holds_first(side: int) -> np.ndarray:
-    """Where the folded square of a packed matrix holds P, bool `[h, c]`."""
-    half, columns = packed_shape(side)
-    row, column = np.indices((half, columns - side // 2))
-    return column > row if side % 2 == 0 else column >= row
-
-
 def _library(array: jax.Array | np.ndarray) -> Any:
     """Arrays on the host stay there, with all their digits."""
     return np if isinstance(array, np.ndarray) else jnp
 
 
+def _is_right(rows: int, columns: int, xp: Any, offset: int = 0) -> jax.Array:
+    """Where the column is at least the row plus the offset, bool `[1, rows, columns]`.
+
+    Computed, since the program would hold every entry of a constant.
+    """
+    row, column = xp.arange(rows), xp.arange(columns)
+    return column[None, None] >= row[None, :, None] + offset
+
+
 def pack(matrices: jax.Array) -> jax.Array:
     """One triangle of each symmetric matrix, `[n, d, d]` to `[n, rows, columns]`."""
     xp, side = _library(matrices), matrices.shape[-1]
-    holds_first = _holds_first(side)
-    half = len(holds_first)
+    half, columns = packed_shape(side)
     first, beside = matrices[:, :half, :half], matrices[:, :half, half:]
     second = matrices[:, half:, half:]
     if side % 2 == 0:
@@ -49,14 +51,14 @@ def pack(matrices: jax.Array) -> jax.Array:
         second = xp.pad(second, ((0, 0), (0, 0), (0, 1)))
     else:
         second = xp.pad(second, ((0, 0), (1, 0), (0, 1)))
-    folded = xp.where(holds_first[None], first, second)
+    above = _is_right(half, columns - side // 2, xp, offset=1 - side % 2)
+    folded = xp.where(above, first, second)
     return xp.concatenate([folded, beside], axis=2)
 
 
 def unpack(packed: jax.Array, side: int) -> jax.Array:
     """The symmetric matrices of packed ones, `[n, side, side]`."""
-    xp, holds_first = _library(packed), _holds_first(side)
-    width = holds_first.shape[1]
+    xp, width = _library(packed), packed_shape(side)[1] - side // 2
     folded, beside = packed[:, :, :width], packed[:, :, width:]
     if side % 2 == 0:
         first, second = folded[:, :, 1:], folded[:, :, :-1]
@@ -72,9 +74,9 @@ def unpack(packed: jax.Array, side: int) -> jax.Array:
 def _mirrored(squares: jax.Array, upper: bool) -> jax.Array:
     """Symmetric matrices from one triangle of squares, `[n, h, h]`."""
     xp = _library(squares)
-    row, column = np.indices(squares.shape[1:])
-    kept = column >= row if upper else column <= row
-    return xp.where(kept[None], squares, squares.mT)
+    above = _is_right(*squares.shape[1:], xp)
+    kept, other = (squares, squares.mT) if upper else (squares.mT, squares)
+    return xp.where(above, kept, other)
 
 
 def is_diagonal(stored: jax.Array) -> bool:
@@ -94,7 +96,7 @@ def side_of(stored: jax.Array) -> int:
 
 
 def _widened(stored: jax.Array) -> jax.Array:
-    return stored.astype(jnp.promote_types(stored.dtype, jnp.float32))
+    return stored.astype(wide_dtype(stored.dtype))
 
 
 def load(stored: jax.Array) -> jax.Array:
@@ -111,14 +113,15 @@ def store(values: jax.Array, like: jax.Array) -> jax.Array:
 def stored_traces(stored: jax.Array) -> jax.Array:
     """The trace of each matrix, `[n]`, float32 or wider; reads the diagonals alone."""
     wide, side = _widened(stored), side_of(stored)
-    if is_diagonal(stored):
-        return jnp.sum(wide, axis=1)
     if not is_packed(stored):
         return traces(wide)
     half, columns = packed_shape(side)
     starts = (0, 1) if side % 2 == 0 else (0, columns)
     flat = wide.reshape(len(wide), -1)
-    first, second = (flat[:, start :: columns + 1][:, :half] for start in starts)
+    first, second = (
+        jax.lax.slice_in_dim(flat, start, None, columns + 1, axis=1)[:, :half]
+        for start in starts
+    )
     return jnp.sum(first, axis=1) + jnp.sum(second, axis=1)
 
 

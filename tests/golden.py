@@ -198,7 +198,8 @@ def _direction(group: dict, steps: int):
         return _without_factors(group)
     known = ("inverse_exponent_override", "drop_weighting_factor_on_gsquare")
     scaling = ("use_trace_scaling", "trace_scaling_exponent")
-    _take(method, "amortized_computation", *known, *scaling)
+    ignored = "ignored_basis_change_dims"
+    _take(method, "amortized_computation", *known, *scaling, ignored)
     grafting = group["grafting"]
     arguments = factored_arguments(group) | dict(
         drop_weighting=method.get("drop_weighting_factor_on_gsquare", False),
@@ -207,7 +208,9 @@ def _direction(group: dict, steps: int):
     )
     computation = method["amortized_computation"]
     if method["type"] == "EigenvalueCorrectedShampoo":
-        return so.scale_by_soap(**arguments, basis=basis_of(computation))
+        axes = {int(order): axes for order, axes in method.get(ignored, {}).items()}
+        arguments |= dict(basis=basis_of(computation), ignored_axes=axes)
+        return so.scale_by_soap(**arguments)
     if method.get("use_trace_scaling", False):
         arguments["trace_scaling"] = method.get("trace_scaling_exponent", 0.5)
     form, kind = re.fullmatch(

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +76,23 @@ def trace(tx, params, steps, *, jit=jax.jit):
         updates.append(update_now)
         states.append(state)
     return updates, states
+
+
+def scanned(tx, steps):
+    """The directions of all steps, and the last state, in one compiled scan."""
+    params = jax.tree.map(jnp.zeros_like, steps[0])
+
+    @quick_jit
+    def run(stacked):
+        def step(state, grads):
+            update, state = tx.update(grads, state, params)
+            return state, update
+
+        return jax.lax.scan(step, tx.init(params), stacked)
+
+    state, updates = run(jax.tree.map(lambda *x: jnp.stack(x), *steps))
+    each = (jax.tree.map(itemgetter(t), updates) for t in range(len(steps)))
+    return list(each), state
 
 
 def field(state, name):

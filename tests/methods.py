@@ -14,7 +14,7 @@ import numpy as np
 from oracle import QUINTIC
 
 import shampoo_optax as so
-from shampoo_optax import _inverse_free, _roots, _soap
+from shampoo_optax import _bases, _inverse_free, _roots
 
 partial = functools.partial
 
@@ -160,7 +160,7 @@ HALF_PRECISION = {
 }
 
 roots_fail, bases_fail = (_roots, "inverse_roots"), (_roots, "eigenbases")
-soap_fails = (_soap, "eigenbases")
+soap_fails = (_bases, "eigenbases")
 EIGENDECOMPOSED = dict(routine=bases_fail, derived=("bases", "eigenvalues"))
 
 
@@ -204,6 +204,14 @@ def of_soap(make=so.scale_by_soap, derived=("bases",), routine=soap_fails, **kwa
     )
 
 
+def of_kl_soap(**kwargs):
+    method = of_soap(so.scale_by_kl_soap, derived=("bases", "eigenvalues"), **kwargs)
+    return method._replace(
+        numbers=method.numbers | dict(relative_eps=1e-6),  # the default
+        of_case=method.of_case | {"C9": dict(relative_eps=0.0)},
+    )
+
+
 def of_inverse_free(no_sense=NOT_SCALE_FREE | NO_BASIS, **kwargs):
     numbers = dict(b2=0.8, eps=1e-4, root_momentum=0.5, batch_size=1.0)
     return Method(
@@ -230,6 +238,7 @@ DIAGONAL = dict(axes=so.Axes(diagonal_above=20), blocking=so.Blocking(block_size
 # powers of two make no difference.
 FEW_QR = so.QRBasis(max_iterations=5, tolerance=1e-4)
 POWERS = (2.0**-50, 2.0**-25, 2.0**25, 2.0**50)
+PAPER = dict(rank_one=in_bases_of_before, scales=POWERS)
 QR = so.QRBasis(max_iterations=100, tolerance=1e-5)
 ITERATION = dict(  # the default ridge, but for the numbers of C4, which have none
     numbers=SUMS | dict(relative_eps=1e-5), of_case={"C4": dict(relative_eps=1e-7)}
@@ -284,6 +293,9 @@ METHODS = {
     "SOAP": of_soap(basis=so.EighBasis()),
     "SOAP, tolerance": of_soap(basis=so.EighBasis(0.1)),
     "SOAP, QR": of_soap(basis=FEW_QR, scales=POWERS),
+    "SOAP, paper": of_soap(form="paper", **PAPER),
+    "KL-SOAP": of_kl_soap(**PAPER),
+    "KL-SOAP, official, QR": of_kl_soap(form="official", basis=FEW_QR, scales=POWERS),
     # without a root of statistics, or without statistics
     "root-free": Method(
         so.scale_by_root_free_rms,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import compare_devices, data, loop, report, sweep, train
+from benchmarks import compare_devices, data, loop, report, storage, sweep, train
 from benchmarks.loop import Record, Run
 from benchmarks.models import ByteTransformer
 from benchmarks.optimizers import OPTIMIZERS, RATES, Settings, warmup_cosine
@@ -277,3 +277,35 @@ def test_a_bad_option_is_named_in_one_line(arguments, words, capsys):
     lines = capsys.readouterr().err.strip().splitlines()
     assert stop.value.code == 2 and len(lines) == 1
     assert all(word in lines[0] for word in words)
+
+
+def test_the_forms_of_the_state_are_measured_in_turns(tmp_path, monkeypatch, capsys):
+    forms = dict(list(storage.FORMS.items())[:3])
+    monkeypatch.setattr(storage, "FORMS", forms)
+    monkeypatch.setitem(storage.TREES, "tiny", [(6, 4), (5,)])
+    out = tmp_path / "new" / "storage.md"
+    storage.main(["--tree", "tiny", "--rounds", "3", "--out", str(out)])
+    table = capsys.readouterr().out.strip()
+    assert table in out.read_text() and "Steps of each form: 3." in out.read_text()
+    head, tree, *rows = (line.split() for line in table.splitlines())
+    assert tree == ["tiny"] and len(rows) == 3
+    # 6, 4 and 5 squared, factors and roots; then what a triangle has.
+    assert [row[-5:-2] for row in rows] == [
+        ["616", "B", "1.000"],
+        ["368", "B", "0.597"],
+        ["308", "B", "0.500"],
+    ]
+    assert all(float(row[-2]) > 0 and float(row[-1]) > 0 for row in rows)
+    assert rows[0][-1] == "1.000"
+
+
+def test_storage_never_refreshes_while_it_is_measured():
+    grads = {"w": jnp.ones((3, 2))}
+    tx = storage.transform(storage.FORMS["float32 packed"])
+    state, update = tx.init(grads), jax.jit(tx.update)
+    for _ in range(3):
+        _, state = update(grads, state)
+    assert not any(np.any(x) for x in jax.tree.leaves(state.residuals))
+    np.testing.assert_array_equal(
+        state.roots["3x2"]["1"], tx.init(grads).roots["3x2"]["1"]
+    )

@@ -160,6 +160,9 @@ def assert_dtypes_hold(tx, params, grads, wanted, widest):
         assert leaf.dtype == widest
     for leaf in jax.tree.leaves(helpers.field(state, "graft_moments")):
         assert leaf.dtype == widest
+    reports = helpers.field(state, "residuals")
+    assert {leaf.dtype for leaf in reports.values()} == {jnp.dtype(jnp.float32)}
+    state = optax.tree_utils.tree_set(state, residuals={})
     floats = {
         leaf.dtype
         for leaf in jax.tree.leaves(state)

@@ -10,7 +10,7 @@ from helpers import TRANSFORMS, placement_of, structs
 from jax.sharding import PartitionSpec
 
 import shampoo_optax as so
-from shampoo_optax import _shampoo, _soap
+from shampoo_optax import _bases, _shampoo
 from shampoo_optax._tables import human_bytes
 
 names = pytest.mark.parametrize("name", TRANSFORMS)
@@ -168,7 +168,7 @@ def test_operations_without_a_refresh(label, monkeypatch):
         return derived, report
 
     monkeypatch.setattr(_shampoo, "refresh_roots", keep)
-    monkeypatch.setattr(_soap, "refresh", keep)
+    monkeypatch.setattr(_bases, "refresh", keep)
     step = sum(flops[kind] for kind in ("statistics", "application", "entrywise"))
     compiled = compiled_flops(variant(label, 8), params)
     assert step == pytest.approx(compiled, rel=0.05)

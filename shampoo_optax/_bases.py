@@ -1,0 +1,105 @@
+"""What is kept in the bases of factors: their refresh, and moments in them."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from shampoo_optax._config import Options
+from shampoo_optax._eigen import align, eigenbases
+from shampoo_optax._factors import apply_axes, statistics_weight
+from shampoo_optax._grafting import accumulate
+from shampoo_optax._methods import Basis
+from shampoo_optax._newton import add_to_diagonal
+from shampoo_optax._powers import rescaled
+from shampoo_optax._refresh import Batch, Derived, Fresh, Report, refresh
+from shampoo_optax._stacks import AxisStacks, Stacks, cast_like, per_slot
+
+
+def refresh_bases(
+    factors: AxisStacks,
+    derived: Derived,
+    report: Report,
+    *,
+    usable: dict[str, jax.Array],
+    sides: dict[str, dict[str, jax.Array]],
+    correction: jax.Array,
+    ridge: ArrayLike,
+    basis: Basis,
+    options: Options,
+) -> tuple[Derived, Report]:
+    """New bases, and eigenvalues where they are kept, from the factors.
+
+    Each column that is an old one is put in its place.
+
+    Args:
+      factors: `{stack: {axis: stored factors}}`.
+      derived: `bases` and `eigenvalues`, the old ones.
+      report: what was said at the last refresh.
+      usable: `{stack: bool [n]}`.
+      sides: `{stack: {axis: [n]}}`, before padding, where there is any.
+      correction: divides the factors.
+      ridge: added to the factors.
+      basis: the method.
+      options: the transform's arguments.
+    """
+
+    def compute(batch: Batch) -> Fresh:
+        matrices = rescaled(batch.factors, correction, options)
+        added = jnp.full(len(matrices), ridge, matrices.dtype)
+        old = batch.derived["bases"]
+        bases, values, *about = eigenbases(
+            add_to_diagonal(matrices, added), old, basis, batch.padding
+        )
+        bases, values = align(old, bases, values)
+        found = {"bases": bases, "eigenvalues": values}
+        return Fresh({field: found[field] for field in batch.derived}, *about)
+
+    return refresh(factors, derived, report, usable, sides, compute, basis.max_residual)
+
+
+def accumulate_squares(
+    moments: Stacks, turned: Stacks, usable: dict[str, jax.Array], options: Options
+) -> Stacks:
+    """Accumulates the squares of the gradient in the bases."""
+    weight = statistics_weight(options)
+    return {
+        name: accumulate(moment, turned[name], usable[name], options.b2, weight)
+        for name, moment in moments.items()
+    }
+
+
+def divide_by_roots(
+    turned: Stacks,
+    moments: Stacks,
+    correction: jax.Array,
+    exponents: Mapping[int, float],
+    eps: ArrayLike,
+) -> Stacks:
+    """Divides by the corrected moments to the power p, plus eps."""
+
+    def divide(name: str, block: jax.Array) -> jax.Array:
+        moment = moments[name] / correction.astype(block.dtype)
+        scale = moment ** exponents.get(block.ndim - 1, 0.5)
+        scale += jnp.asarray(eps, block.dtype)
+        return block / jnp.where(scale > 0, scale, 1)
+
+    return {name: divide(name, block) for name, block in turned.items()}
+
+
+def move_average(
+    filtered: Stacks, before: AxisStacks, after: AxisStacks, usable: dict
+) -> Stacks:
+    """The moving average in the new bases; that of an absent gradient stays."""
+    wide = {
+        name: block.astype(jnp.promote_types(block.dtype, jnp.float32))
+        for name, block in filtered.items()
+    }
+    moved = cast_like(
+        apply_axes(after, apply_axes(before, wide), transpose=True), filtered
+    )
+    return {
+        name: jnp.where(per_slot(usable[name], old), moved[name], old)
+        for name, old in filtered.items()
+    }
