@@ -321,7 +321,10 @@ def program_size(name):
 
     few, many = counted(8), counted(64)
     assert few.total() > 50
-    assert many - few == {key: 56 * number for key, number in OF_A_LEAF.items()}
+    grown = many - few
+    # Older versions of jax join 16 arrays at a time.
+    assert grown.pop("concatenate", 0) <= 56 // 8
+    assert grown == {key: 56 * number for key, number in OF_A_LEAF.items()}
     assert not few - many
 
 
