@@ -150,13 +150,24 @@ def _block_work(block: Shape) -> float:
 
 def _greedy(blocks: Counter, owners: int) -> list[Counter]:
     """The blocks of each owner, by longest work first."""
+    every = list(blocks.elements())
     shares = [Counter() for _ in range(owners)]
-    load = [0.0] * owners
-    for block in sorted(blocks.elements(), key=_block_work, reverse=True):
-        owner = load.index(min(load))
+    chosen = greedy_owners([_block_work(block) for block in every], owners)
+    for block, owner in zip(every, chosen, strict=True):
         shares[owner][block] += 1
-        load[owner] += _block_work(block)
     return shares
+
+
+def greedy_owners(costs: Sequence[float], owners: int) -> list[int]:
+    """Gives the costliest block left to the owner with least, for each the owner.
+
+    Of equal blocks the earlier one goes first, of equal owners the lower one takes.
+    """
+    chosen, load = [0] * len(costs), [0.0] * owners
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        chosen[index] = load.index(min(load))
+        load[chosen[index]] += costs[index]
+    return chosen
 
 
 def wire_by_all_reduce(model: str, owners: int) -> float:

@@ -1,13 +1,18 @@
 """The bars of ownership, and how the benchmark reads compiled programs."""
 
+import json
 import math
 
+import golden
 import helpers
 import pytest
 
 import shampoo_optax as so
 from benchmarks import hlo, ownership
 from benchmarks.shapes import MODELS
+from shampoo_optax._division import polynomial
+
+TABLES = json.loads((golden.DATA / "tables.json").read_text())
 
 BARS = {
     ("ResNet-50", 8): {"work": 0.75, "matrices": 0.85},
@@ -34,6 +39,47 @@ def test_ways_of_dividing():
         (part,) = so.describe(helpers.structs(MODELS[model]), devices=8).parts
         assert deal[1:] == [f"{part.efficiency[name]:.3f}" for name in head[4:]]
         assert float(exact[0]) < float(deal[0]) < float(greedy[0])
+
+
+def test_every_table_of_the_reference_is_read():
+    """The other two are in test_blocking.py."""
+    sizes = {name: len(rows) for name, rows in TABLES.items() if name != "source"}
+    assert sizes == {
+        "merge_small_dims": 145,
+        "multi_dim_split": 14,
+        "distribute_buffer_sizes": 120,
+        "greedy_bin_pack": 4,
+    }
+
+
+def test_greedy_owners_are_those_of_the_reference():
+    for row in TABLES["distribute_buffer_sizes"]:
+        assert ownership.greedy_owners(row["costs"], row["group_size"]) == row["ranks"]
+
+
+def test_greedy_loads_are_those_of_the_reference():
+    for row in TABLES["greedy_bin_pack"]:
+        loads = [0] * row["num_bins"]
+        owners = ownership.greedy_owners(row["costs"], row["num_bins"])
+        for cost, owner in zip(row["costs"], owners, strict=True):
+            loads[owner] += cost
+        assert sorted(loads) == sorted(row["bin_costs"])
+
+
+def test_polynomial_costs_are_those_of_the_reference():
+    """Their smallest cost of a side, where it is set, is not ours to have."""
+    compared = 0
+    for row in TABLES["distribute_buffer_sizes"]:
+        if row["cost_model"] == "polynomial":
+            arguments = row["cost_kwargs"]
+            cost = polynomial(arguments["coefficients"])
+            for block, wanted in zip(row["block_shapes"], row["costs"], strict=True):
+                least = arguments.get("min_cost", 0.0)
+                got = sum(max(cost((side,)), least) for side in block)
+                assert got == pytest.approx(wanted)
+                assert least or cost(tuple(block)) == got
+                compared += 1
+    assert compared > 100
 
 
 def test_models_have_their_published_sizes():
