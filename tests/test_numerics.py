@@ -188,7 +188,7 @@ def test_every_accumulator_moves_on_every_step(name, graft):
     updates, states = helpers.trace(tx, steps[0], steps)
     assert np.all(np.asarray(updates[0]) != 0)
     roots_or_bases = {"roots", "bases"}
-    counters = {"failures", "skipped", "count"}
+    counters = {"failures", "skipped", "count", "residuals", "iterations"}
     moving = set(states[0]._fields) - roots_or_bases - counters
     assert moving >= {"factors", "filtered"}
     for before, after in zip([tx.init(steps[0]), *states], states, strict=False):
