@@ -65,8 +65,8 @@ def scale_by_kl_shampoo(
       eps: ridge added to the eigenvalues of a factor, >= 0, in units of the squared
         gradient. Default 0.
       relative_eps: ridge in units of a factor's largest eigenvalue, >= 0; the larger
-        ridge counts. Default `None`: 1e-6, or 1e-5 with `NewtonDB`, 1e-2 with
-        bfloat16 factors, 0 with `PseudoInverse`.
+        ridge counts. Default `None`: 1e-5, or 1e-2 with bfloat16 factors, 0 with
+        `PseudoInverse`.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
       refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
@@ -212,7 +212,8 @@ def kl_shampoo(
       mask: which parameters decay: a tree of booleans like the parameters, or a prefix
         of one, or a function from parameters to one. Default `None`: all.
       relative_eps: ridge in units of a factor's largest eigenvalue, >= 0; the larger
-        ridge counts. Default `None`: 1e-6, or 0 with `PseudoInverse`.
+        ridge counts. Default `None`: 1e-5, or 1e-2 with bfloat16 factors, 0 with
+        `PseudoInverse`.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
       refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.

@@ -81,8 +81,7 @@ def scale_by_kl_soap(
         them sums, as AdaGrad does. Default 0.99.
       eps: added to the root of the second moments, >= 0. Default 1e-8.
       relative_eps: ridge of the eigenvalues that whiten, in units of a factor's
-        largest one, >= 0. Default `None`: 1e-6, or 1e-2 with bfloat16
-        factors.
+        largest one, >= 0. Default `None`: 1e-6, or 1e-2 with bfloat16 factors.
       exponents: overrides of p by the order of a block, `{order: p}` with p >= 0.
         Default `None`: 1/2.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
@@ -227,8 +226,7 @@ def kl_soap(
       mask: which parameters decay: a tree of booleans like the parameters, or a prefix
         of one, or a function from parameters to one. Default `None`: all.
       relative_eps: ridge of the eigenvalues that whiten, in units of a factor's
-        largest one, >= 0. Default `None`: 1e-6, or 1e-2 with bfloat16
-        factors.
+        largest one, >= 0. Default `None`: 1e-6, or 1e-2 with bfloat16 factors.
       exponents: overrides of p by the order of a block, `{order: p}` with p >= 0.
         Default `None`: 1/2.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`

@@ -6,7 +6,13 @@ from jax.typing import ArrayLike
 
 from shampoo_optax._checks import is_static
 from shampoo_optax._config import Options
-from shampoo_optax._methods import Eigendecomposed, Eigh, NewtonDB, PseudoInverse, Root
+from shampoo_optax._methods import (
+    Eigendecomposed,
+    Eigh,
+    Iteration,
+    PseudoInverse,
+    Root,
+)
 from shampoo_optax._stacks import per_slot, scale_to_one, traces
 
 
@@ -43,7 +49,11 @@ def relative_ridge(options: Options) -> ArrayLike:
         return 0.0
     if options.storage.factors == "bfloat16":
         return 1e-2
-    return 1e-5 if isinstance(root, NewtonDB) else 1e-6
+    # Where a factor lacks rank an iteration leaves a residual of about the machine
+    # epsilon over the ridge, and KL-Shampoo, whose exponents add up to 1, makes the
+    # rounding of a gradient larger by the inverse ridge.
+    coarse = isinstance(root, Iteration) or options.default_exponent is not None
+    return 1e-5 if coarse else 1e-6
 
 
 def added_before(options: Options) -> ArrayLike:
