@@ -98,9 +98,12 @@ def scale_by_momentum(
     check_choice("dtype", dtype, (None, *get_args(Stored)))
 
     def init_fn(params: optax.Params) -> ScaleByMomentumState:
-        return ScaleByMomentumState(
-            jax.tree.map(lambda p: jnp.zeros_like(wide(p), dtype), params)
-        )
+        def buffer(param):
+            return jnp.zeros(
+                param.shape if param.size else (), dtype or wide(param).dtype
+            )
+
+        return ScaleByMomentumState(jax.tree.map(buffer, params))
 
     def update_fn(
         updates: optax.Updates,
@@ -111,10 +114,14 @@ def scale_by_momentum(
         del params, extra_args
 
         def accumulate(buffer, update):
+            if not update.size:  # checkpoints hold no empty arrays
+                return buffer
             moved = momentum * wide(buffer) + (1 - dampening) * wide(update)
             return moved.astype(buffer.dtype)
 
         def look_ahead(update, buffer):
+            if not update.size:
+                return update
             if not nesterov:
                 return buffer.astype(update.dtype)
             ahead = (1 - dampening) * wide(update) + momentum * wide(buffer)

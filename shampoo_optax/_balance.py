@@ -1,9 +1,11 @@
 """Balancing the factors of KL-Shampoo, which say nothing of their single scales.
 
-With exponents of 1/2 and no absolute ridge, a block's factors may be multiplied by
-numbers whose product is 1, if their roots are too: statistics and directions stay
-the same. Left alone, the scales of sides of different lengths drift apart from step to
-step until they overflow. Powers of 4 are used, so that nothing is rounded.
+With exponents of 1/2 a block's factors may be multiplied by numbers whose product is
+1, if their roots are too: statistics and directions stay the same, up to an absolute
+ridge. Left alone, the scales of sides of different lengths drift apart from step to
+step until they overflow, or a ridge outweighs one of them. Powers of 4 are used, so
+that nothing is rounded. Where exponents are given, as in the official package, a ridge
+is left to mean what it means there.
 """
 
 import functools
@@ -41,7 +43,9 @@ def balance_of(
       exponents: `{stack: {axis: e}}`.
       options: the transform's arguments.
     """
-    breaking = options.eps, options.trace_scaling, _atol(options)
+    breaking = [options.trace_scaling]
+    if options.exponents is not None:
+        breaking += [options.eps, _atol(options)]
     if any(isinstance(number, int | float) and number for number in breaking):
         return {}
     found, allowed = {}, jnp.ones((), bool)

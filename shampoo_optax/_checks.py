@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -22,9 +22,14 @@ def is_known(value: Any) -> bool:
     return not isinstance(value, jax.core.Tracer)
 
 
+def is_number(value: Any, number: float) -> bool:
+    """Whether a number that can be looked at, also an array, is equal to another."""
+    return value is not None and is_known(value) and float(value) == number
+
+
 def check_choice(name: str, value: Any, choices: tuple) -> None:
     """Refuses a value that is none of the choices."""
-    if value not in choices:
+    if not isinstance(value, Hashable) or value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"`{name}` must be one of {listed}, got {value!r}.")
 

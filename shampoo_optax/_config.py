@@ -15,6 +15,7 @@ from shampoo_optax._checks import (
     check_integer,
     check_number,
     is_known,
+    is_number,
 )
 from shampoo_optax._methods import Eigh, PseudoInverse, Root, check_exponent
 
@@ -165,7 +166,7 @@ class Storage:
 def _checked_dtype(name: str, dtype: DTypeLike | None) -> str | None:
     try:
         found = None if dtype is None else jnp.dtype(dtype).name
-    except TypeError:
+    except (TypeError, ValueError):
         found = dtype
     choices = (None, *get_args(Stored))
     check_choice(name, found if found in choices else dtype, choices)
@@ -206,8 +207,7 @@ class Options:
         self._check_records()
         self._check_betas()
         for name in ("eps", "relative_eps", "graft_eps"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name))
+            self._check_number(name)
         self._check_refresh()
         check_exponents(self.exponents)
         for order, override in (self.exponents or {}).items():
@@ -238,12 +238,17 @@ class Options:
 
     def _check_betas(self):
         for name in ("b1", "b2", "b3", "graft_b2", "root_momentum"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), high=1.0)
+            self._check_number(name, high=1.0)
         for name in ("b1", "b3", "root_momentum"):
-            value = getattr(self, name)
-            if value is not None and is_known(value) and value == 1:
-                raise ValueError(f"`{name}` must be below 1, got {value!r}.")
+            if is_number(getattr(self, name), 1):
+                raise ValueError(
+                    f"`{name}` must be below 1, got {getattr(self, name)!r}."
+                )
+
+    def _check_number(self, name: str, **bounds: float):
+        value = getattr(self, name)
+        if value is not None or name not in ("b3", "graft_b2", "relative_eps"):
+            check_number(name, value, **bounds)
 
     def _check_refresh(self):
         check_integer("refresh_every", self.refresh_every)
@@ -262,7 +267,7 @@ class Options:
         name = "b2" if self.graft_b2 is None else "graft_b2"
         value = getattr(self, name)
         never = self.graft in ("rmsprop", "adam") and not self.graft_drop_weighting
-        if never and is_known(value) and value == 1:
+        if never and is_number(value, 1):
             raise ValueError(
                 f"`{name}` must be below 1 for {self.graft!r} grafting, which would "
                 f"never accumulate, got {value!r}; set `graft_b2`, or take 'adagrad'."
@@ -283,7 +288,8 @@ class Options:
             return
         for name in ("eps", "relative_eps"):
             value = getattr(self, name)
-            if value is not None and is_known(value) and value != 0:
+            known = value is not None and is_known(value)
+            if known and not is_number(value, 0):
                 raise ValueError(
                     f"`{name}` must be 0 with a PseudoInverse, got {value!r}."
                 )

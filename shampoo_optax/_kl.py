@@ -52,10 +52,11 @@ def scale_by_kl_shampoo(
     factor as it is.
 
     A block's factors then say nothing of their single scales, which would drift apart.
-    Where all of its exponents are 1/2, without `eps`, `trace_scaling` and an absolute
-    rank tolerance, they are balanced at a refresh by powers of 4, which moves no
-    direction. Blocks of more than two axes (`Blocking.merge_to`) need :math:`b_2^T`
-    well above 1/2, T steps from refresh to refresh, or their scales oscillate.
+    With the default exponents, without trace scaling, they are balanced at a refresh by
+    powers of 4, which moves no direction but by an absolute `eps`; with `exponents`
+    of 1/2 of your own they are, where `eps` is 0. Blocks of more than two axes
+    (`Blocking.merge_to`) need :math:`b_2^T` well above 1/2, T steps from refresh to
+    refresh, or their scales oscillate.
 
     Args:
       b1: decay rate of the filtered gradient, in [0, 1); 0 takes the gradient as it

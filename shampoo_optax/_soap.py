@@ -289,6 +289,11 @@ def scale_by_soap(
     package wherever columns turn. Precision, guards and absent gradients are those of
     :func:`scale_by_shampoo`.
 
+    Where gradients have entries that stay 0 for long, a turned basis may divide an
+    average by a moment that has seen nothing: clip updates or graft there. Bases in
+    bfloat16 (`Storage.roots`) are orthogonal to 1e-2 only and make that worse where
+    gradients lack rank.
+
     The two forms differ in the order of a step. In the official PyTorch package the
     refresh comes first, from factors that hold this step's gradient, and D and the
     direction are taken in the new bases. In the paper the direction comes first, in

@@ -151,35 +151,75 @@ def test_decomposed_roots_of_named_spectra(side, dtype):
 
 ITERATIONS = {  # as far as rounding lets them
     "CoupledNewton": so.CoupledNewton(tolerance=0.0),
-    "order 2": so.HigherOrderNewton(order=2, tolerance=0.0),
-    "order 4": so.HigherOrderNewton(order=4, tolerance=0.0),
+    "HigherOrderNewton": so.HigherOrderNewton(tolerance=0.0),
     "NewtonDB": so.NewtonDB(tolerance=0.0),
 }
 
 
-def iterated_cases():
-    """Every power of every method in both dtypes, every side once at least."""
-    for name in ITERATIONS:
-        powers = (1, 2, 4, 8) if name == "NewtonDB" else POWERS
-        for shift, dtype in enumerate(RIDGE):
-            for index, side in enumerate(SIDES):
-                yield name, powers[(index + shift) % len(powers)], side, dtype
+def powers_of(name):
+    return (1, 2, 4, 8) if name == "NewtonDB" else POWERS
 
 
-@pytest.mark.parametrize("name, power, side, dtype", list(iterated_cases()))
-def test_iterated_roots_of_named_spectra(name, power, side, dtype):
-    values, vectors, matrices = known_matrices(side)
-    exponents, root = np.full(len(values), 1 / power), ITERATIONS[name]
+def padded_matrices(sides):
+    """All spectra of these sides in one batch: matrices `[n, d, d]` and padding."""
+    most, matrices, padding = max(sides), [], []
+    for side in sides:
+        for matrix in known_matrices(side)[2]:
+            matrices.append(np.pad(matrix, (0, most - side)))
+            padding.append(np.arange(most) >= side)
+    return np.array(matrices), np.array(padding)
+
+
+def assert_iterated(root, power, sides, dtype):
+    matrices, padding = padded_matrices(sides)
+    exponents, eps = np.full(len(matrices), 1 / power), np.finfo(dtype).eps
     results = run(
-        lambda batch: inverse_roots(batch, exponents, root, RIDGE[dtype], 0.0),
+        lambda batch: inverse_roots(
+            batch, exponents, root, RIDGE[dtype], 0.0, jnp.asarray(padding)
+        ),
         matrices,
         dtype,
     )
     assert results[0].dtype == dtype and results[2].dtype == jnp.int32
-    eps = np.finfo(dtype).eps
-    powers = np.full(len(values), power)
-    values = values + RIDGE[dtype]
-    assert_known(results, values, vectors, powers, eps, root.max_residual)
+    parts = [np.split(result, len(sides)) for result in results]
+    for side, roots, residuals, turns in zip(sides, *parts, strict=True):
+        values, vectors, _ = known_matrices(side)
+        own, values = roots[:, :side, :side], values + RIDGE[dtype]
+        powers = np.full(len(values), power)
+        found = own, residuals, turns
+        assert_known(found, values, vectors, powers, eps, root.max_residual)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "name, power", [(name, power) for name in ITERATIONS for power in powers_of(name)]
+)
+def test_iterated_roots_of_named_spectra(name, power, dtype):
+    """All sides but the largest share a call, padded to one size."""
+    assert_iterated(ITERATIONS[name], power, SIDES[:-1], dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("name, power", list(zip(ITERATIONS, (2, 6, 4), strict=True)))
+def test_iterated_roots_of_large_matrices(name, power, dtype):
+    assert_iterated(ITERATIONS[name], power, SIDES[-1:], dtype)
+
+
+@pytest.mark.parametrize(
+    "root", [so.CoupledNewton(), so.HigherOrderNewton(), so.NewtonDB()], ids=repr
+)
+def test_no_spectrum_is_refused_with_the_default_ridge(root):
+    """In float32, also those whose condition it cannot tell."""
+    matrices, padding = padded_matrices(SIDES[:-1])
+    results = run(
+        lambda batch: inverse_roots(
+            batch, np.full(len(batch), 1 / 4), root, 0.0, 1e-5, jnp.asarray(padding)
+        ),
+        matrices,
+        "float32",
+    )
+    assert np.isfinite(results[0]).all()
+    assert np.max(results[1]) <= root.max_residual
 
 
 SCALES = np.array([1e-30, 1e-15, 1e15, 1e30])
