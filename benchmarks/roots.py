@@ -2,10 +2,9 @@
 
 Factors are G Gᵀ of Gaussian gradients that are up to a thousand times as large in some
 directions as in others, divided by their largest eigenvalue; the ridge is 1e-5. For
-every method, side and
-number of factors in a batch: milliseconds a factor (the median of some runs of the
-compiled call), turns of the iteration, and the error against float64, relative to the
-largest entry of the root.
+every method, side and number of factors in a batch: milliseconds a factor (the median
+of some rounds in which the compiled calls take turns), turns of the iteration, and the
+error against float64, relative to the largest entry of the root.
 
 The rule for the default. On CPU it is `Eigh`: from side 128 on it is three to ten times
 as fast as an iteration, and at smaller sides about as fast. A decomposition costs about
@@ -23,7 +22,7 @@ import functools
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from matplotlib.figure import Figure
 
 import shampoo_optax as so
 from benchmarks.cli import Parser, make_folder, positive_int
+from shampoo_optax._methods import Root
 from shampoo_optax._roots import inverse_roots
 from shampoo_optax._tables import aligned
 
@@ -49,7 +49,7 @@ METHODS = {
     "NewtonDB": so.NewtonDB(),
 }
 RIDGE = 1e-5
-RUNS, ENOUGH = 5, 1.0  # runs of a call, or seconds after which no other is begun
+ROUNDS, ENOUGH = 51, 8.0  # of all methods, or seconds after which no other is begun
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(parser).parse_args(arguments)
     make_folder(parser, options.out)
     rows = [
-        measure(method, side, batch, options.power)
+        row
         for side in options.sides
         for batch in options.batches
-        for method in METHODS
+        for row in measure(list(METHODS), side, batch, options.power)
     ]
     backend = jax.default_backend()
     title = f"# Inverse roots, p = {options.power}, float32, {backend}"
@@ -121,30 +121,39 @@ def _given(arguments: Sequence[str] | None) -> list[str]:
     return list(sys.argv[1:] if arguments is None else arguments)
 
 
-def measure(method: str, side: int, batch: int, power: int) -> Measurement:
-    """Times one compiled call, and compares its roots with float64."""
+def measure(
+    methods: Sequence[str], side: int, batch: int, power: int
+) -> list[Measurement]:
+    """Times compiled calls in turns, and compares their roots with float64."""
     factors, exact = factors_of(side, batch, power)
-    exponents, root = np.full(batch, 1 / power), METHODS[method]
+    calls = {name: _compiled(METHODS[name], factors, power) for name in methods}
+    results = {name: jax.block_until_ready(calls[name](factors)) for name in methods}
+    seconds, began = {name: [] for name in methods}, time.perf_counter()
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call(factors))
+            seconds[name].append(time.perf_counter() - start)
+        if time.perf_counter() > began + ENOUGH:
+            break
+
+    def found(name: str) -> Measurement:
+        roots, _, turns = results[name]
+        errors = np.max(np.abs(roots - exact), (1, 2)) / np.max(np.abs(exact), (1, 2))
+        milliseconds = 1e3 * statistics.median(seconds[name]) / batch
+        turns, error = float(np.mean(turns)), float(np.max(errors))
+        return Measurement(name, side, batch, milliseconds, turns, error)
+
+    return [found(name) for name in methods]
+
+
+def _compiled(root: Root, factors: jax.Array, power: int) -> Callable:
+    exponents = np.full(len(factors), 1 / power)
 
     def compute(batch: jax.Array) -> tuple[jax.Array, ...]:
         return inverse_roots(batch, exponents, root, RIDGE, 0.0)
 
-    call = jax.jit(compute).lower(factors).compile()
-    roots, _, turns = jax.block_until_ready(call(factors))
-    seconds, began = [], time.perf_counter()
-    while len(seconds) < RUNS and time.perf_counter() < began + ENOUGH:
-        start = time.perf_counter()
-        jax.block_until_ready(call(factors))
-        seconds.append(time.perf_counter() - start)
-    errors = np.max(np.abs(roots - exact), (1, 2)) / np.max(np.abs(exact), (1, 2))
-    return Measurement(
-        method,
-        side,
-        batch,
-        1e3 * statistics.median(seconds) / batch,
-        float(np.mean(turns)),
-        float(np.max(errors)),
-    )
+    return jax.jit(compute).lower(factors).compile()
 
 
 @functools.cache
