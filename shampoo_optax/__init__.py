@@ -1,6 +1,7 @@
 """Distributed Shampoo and its family as optax gradient transforms."""
 
 from shampoo_optax._alias import shampoo, soap
+from shampoo_optax._alias_root_free import inverse_free_shampoo, root_free_rmsprop
 from shampoo_optax._averaging import (
     IterateAveragingState,
     ScaleByMomentumState,
@@ -30,7 +31,6 @@ from shampoo_optax._methods import (
     PseudoInverse,
     QRBasis,
 )
-from shampoo_optax._more_aliases import inverse_free_shampoo, root_free_rmsprop
 from shampoo_optax._placement import Placement
 from shampoo_optax._polar import NewtonSchulz, Svd
 from shampoo_optax._portable import (
