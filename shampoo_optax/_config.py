@@ -136,7 +136,9 @@ class Storage:
       factors: dtype of the factors, `"float32"`, `"bfloat16"`, or, with 64-bit arrays
         enabled, `"float64"`, in which they are also inverted. Default `None`: that
         of the blocks, float32 or wider.
-      roots: dtype of the roots or bases, likewise. Default `None`.
+      roots: dtype of the roots or bases, likewise; with bfloat16 roots of float32
+        factors, whose small directions rounding hides, take a `relative_eps` of about
+        1e-2. Default `None`.
       momentum: dtype of the filtered gradient and the momentum, likewise. Default
         `None`.
       packed: whether factors and roots are kept as one triangle, which halves them.

@@ -58,6 +58,9 @@ def scale_by_kl_shampoo(
     (`Blocking.merge_to`) need :math:`b_2^T` well above 1/2, T steps from refresh to
     refresh, or their scales oscillate.
 
+    Factors are in units of the squared gradient at first and of 1 after a refresh: as
+    sums (`b2` of 1) the first gradients count by their size, as averages they fade.
+
     Args:
       b1: decay rate of the filtered gradient, in [0, 1); 0 takes the gradient as it
         is and stores nothing. Default 0.9.

@@ -85,7 +85,7 @@ class ScaleBySoapState(NamedTuple):
 
 # The |cos| from which on a new column is an old one. The official package leaves
 # columns up to 0.9999 alike in the places of each other.
-_SAME = {"official": 0.99999, "paper": 0.75}
+_SAME = {"official": 0.99999, "paper": 0.71}
 
 
 class Rules(NamedTuple):
@@ -284,13 +284,14 @@ def scale_by_soap(
 
     D stays as it is when the bases change, but a column that is an old one, up to
     its sign, takes the old one's place, so that no moment is left behind where
-    eigenvalues only change their order. It counts as an old one from a |cos| of 0.75
+    eigenvalues only change their order. It counts as an old one from a |cos| of 0.71
     on, or of 0.99999 in the official form, which follows the order of the official
     package wherever columns turn. Precision, guards and absent gradients are those of
     :func:`scale_by_shampoo`.
 
     Where gradients have entries that stay 0 for long, a turned basis may divide an
-    average by a moment that has seen nothing: clip updates or graft there. Bases in
+    average by a moment that has seen nothing; of a gradient of rank one the rounding,
+    above `eps`, gets full steps: clip updates or graft there. Bases in
     bfloat16 (`Storage.roots`) are orthogonal to 1e-2 only and make that worse where
     gradients lack rank.
 
