@@ -18,6 +18,17 @@ def whitened(x, bases, values, relative):
     return x
 
 
+def in_old_places(old, values, vectors):
+    """New columns less than 45 degrees from an old one take the old one's place."""
+    order = [None] * len(old)
+    for place, column in np.argwhere(abs(old.T @ vectors) >= 0.71):
+        assert order[place] is None
+        order[place] = column
+    rest = iter(sorted(set(range(len(old))) - set(order)))
+    order = [next(rest) if column is None else column for column in order]
+    return values[order], vectors[:, order]
+
+
 def soap(grads, *, b1, b2, b3, eps, every, start, form, kl, relative_eps, ignored,
          power, graft, graft_b2, graft_eps, drop):  # fmt: skip
     """The directions.
@@ -56,6 +67,7 @@ def soap(grads, *, b1, b2, b3, eps, every, start, form, kl, relative_eps, ignore
             p = magnitude if t < start else p
         directions.append(p)
         if due and form == "paper":
+            fresh = {k: in_old_places(bases[k], *pair) for k, pair in fresh.items()}
             bases = {k: q for k, (_, q) in fresh.items()}
             values = {k: w for k, (w, _) in fresh.items()}
     return directions
