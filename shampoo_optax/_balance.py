@@ -13,6 +13,7 @@ import operator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shampoo_optax._config import Options
 from shampoo_optax._methods import PseudoInverse
@@ -91,9 +92,9 @@ def balanced(field: str, arrays: AxisStacks, balance: Balance) -> AxisStacks:
         if name not in balance or field not in _POWERS:
             return array
         power = _POWERS[field] * balance[name][axis]
-        one = jnp.ones((), jnp.promote_types(array.dtype, jnp.float32))
+        one = jnp.ones((), np.promote_types(array.dtype, jnp.float32))
         factor = per_slot(jnp.ldexp(one, power), array)
-        return (array * factor.astype(one.dtype)).astype(array.dtype)
+        return (array.astype(one.dtype) * factor.astype(one.dtype)).astype(array.dtype)
 
     return {
         name: {axis: multiply(name, axis, array) for axis, array in axes.items()}

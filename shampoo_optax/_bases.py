@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from shampoo_optax._config import Options
@@ -99,7 +100,7 @@ def move_average(
 ) -> Stacks:
     """The moving average in the new bases; that of an absent gradient stays."""
     wide = {
-        name: block.astype(jnp.promote_types(block.dtype, jnp.float32))
+        name: block.astype(np.promote_types(block.dtype, jnp.float32))
         for name, block in filtered.items()
     }
     moved = cast_like(

@@ -201,7 +201,7 @@ def _iterate_qr(
         turn, rest = _where_needed(_qr, rotated, running, (identity, rotated))
         rotated = contract(rest, turn, "nij,njk->nik")
         vectors = contract(vectors, turn, "nij,njk->nik")
-        iterations += running
+        iterations += running.astype(jnp.int32)
         return rotated, vectors, iterations, is_running(rotated, iterations)
 
     def is_running(rotated, iterations):

@@ -217,7 +217,7 @@ def _until_done(
             jnp.where(running[:, None, None], new, old)
             for new, old in zip(moved, state, strict=True)
         )
-        turns += running
+        turns += running.astype(turns.dtype)
         fresh = error_of(state[-1])
         worse = (fresh > _GROWTH * errors) | halts(fresh, errors)
         running &= (done == 0) | ~worse

@@ -101,10 +101,13 @@ def inverse_free_of_sides(gradient, steps, **numbers):
 
 
 def in_bases_of_before(gradient, steps, *, eps, **_):
-    """SOAP in the form of the paper: the first square enters D at the corner that
-    the pair of singular vectors, sorted last, has afterwards."""
+    """SOAP in the form of the paper: the first square enters D in the first basis.
+
+    The singular vectors take the places of the unit vectors that they are nearest to,
+    which are those of the gradient's largest entry; in large blocks it is no matter.
+    """
     size = np.linalg.norm(gradient)
-    moment = gradient[-1, -1] ** 2 + (steps - 1) * size**2
+    moment = np.max(np.abs(gradient)) ** 2 + (steps - 1) * size**2
     return size / (np.sqrt(moment) + eps)
 
 

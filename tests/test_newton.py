@@ -318,7 +318,9 @@ def test_only_failed_slots_are_computed_again():
     ],
 )
 def test_an_exponent_that_an_iteration_cannot_do(root, exponents, shown):
-    with pytest.raises(ValueError, match="`exponents` must be") as error:
+    with pytest.raises(
+        ValueError, match="`exponents`, or their default, must be"
+    ) as error:
         so.scale_by_shampoo(root=root, exponents=exponents)
     assert shown in str(error.value) and type(root).__name__ in str(error.value)
 
