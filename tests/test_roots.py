@@ -191,18 +191,13 @@ def assert_iterated(root, power, sides, dtype):
 
 
 @dtypes
+@pytest.mark.parametrize("sides", [SIDES[:-1], SIDES[-1:]], ids=["small", "large"])
 @pytest.mark.parametrize(
     "name, power", [(name, power) for name in ITERATIONS for power in powers_of(name)]
 )
-def test_iterated_roots_of_named_spectra(name, power, dtype):
+def test_iterated_roots_of_named_spectra(name, power, sides, dtype):
     """All sides but the largest share a call, padded to one size."""
-    assert_iterated(ITERATIONS[name], power, SIDES[:-1], dtype)
-
-
-@dtypes
-@pytest.mark.parametrize("name, power", list(zip(ITERATIONS, (2, 6, 4), strict=True)))
-def test_iterated_roots_of_large_matrices(name, power, dtype):
-    assert_iterated(ITERATIONS[name], power, SIDES[-1:], dtype)
+    assert_iterated(ITERATIONS[name], power, sides, dtype)
 
 
 @pytest.mark.parametrize(
