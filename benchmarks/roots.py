@@ -6,8 +6,8 @@ every method, side and number of factors in a batch: milliseconds a factor (the 
 of some rounds in which the compiled calls take turns), turns of the iteration, and the
 error against float64, relative to the largest entry of the root.
 
-The rule for the default. On CPU it is `Eigh`: from side 256 on it is several times as
-fast as an iteration, and at smaller sides about as fast. A decomposition costs about
+The rule for the default. On CPU it is `Eigh`: from side 128 on it is two to six times
+as fast as an iteration, and at smaller sides about as fast. A decomposition costs about
 five matrix products of its side there, an iteration that converges 60 to 100 of them.
 An accelerator runs a batch of products many times as fast as a batch of decompositions,
 which turns the order round: run this command on it, and take the fastest row. The error
