@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import shampoo_optax as so
+from shampoo_optax import _roots
 
 SHAPES = {"wide": (4, 16), "cube": (2, 3, 4), "vector": (5,)}
 KEPT = dict(b1=0.0, b2=0.9, graft=None, refresh_every=3, relative_eps=1e-3)
@@ -17,10 +18,11 @@ def along(block, matrix, axis):
     return np.moveaxis(np.tensordot(matrix, block, axes=(1, axis)), 0, axis)
 
 
-def dense_kl(gradients, first=1.0):
+def dense_kl(gradients, first=1.0, refused=()):
     """Directions and factors of one block, the factors as the formulas leave them.
 
-    Before the first refresh roots are `first` times the identity.
+    Before the first refresh roots are `first` times the identity. At the `refused`
+    steps the old ones stay.
     """
     order = gradients[0].ndim
     factors = [np.zeros((side, side)) for side in gradients[0].shape]
@@ -33,7 +35,7 @@ def dense_kl(gradients, first=1.0):
                 white = along(white, roots[j], j)
             flat = np.moveaxis(white, k, 0).reshape(len(factors[k]), -1)
             factors[k] = 0.9 * factors[k] + 0.1 * flat @ flat.T
-        if t % 3 == 0:
+        if t % 3 == 0 and t not in refused:
             for k in range(order):
                 values, vectors = np.linalg.eigh(factors[k] / (1 - 0.9**t))
                 values = values + 1e-3 * values[-1] - min(values[0], 0)
@@ -65,6 +67,42 @@ def test_directions_are_those_of_the_formulas(kept, x64):
             scale = np.max(np.abs(want))
             np.testing.assert_allclose(got[name], want, rtol=0, atol=1e-9 * scale)
     assert helpers.total(states[-1].failures) == 0
+
+
+@pytest.mark.parametrize(
+    "routine, root",
+    [("inverse_roots", so.Eigh()), ("eigenbases", so.Eigendecomposed())],
+)
+def test_roots_that_stay_are_balanced_with_their_factors(
+    monkeypatch, x64, routine, root
+):
+    """Without jit, so that the routine can see which refresh it is called at."""
+    refused, step = range(12, 30), 0
+    genuine = getattr(_roots, routine)
+
+    def fails(*args, **kwargs):
+        found, *rest = genuine(*args, **kwargs)
+        return (jnp.nan * found if step in refused else found), *rest
+
+    monkeypatch.setattr(_roots, routine, fails)
+    gradients = [helpers.normals(t, 2, 32, dtype=jnp.float64) for t in range(30)]
+    tx = so.scale_by_kl_shampoo(**KEPT, root=root)
+    state, updates, moved, before = tx.init({"w": gradients[0]}), [], 0, 0
+    first = (1 + KEPT["relative_eps"]) ** -0.5 if routine == "eigenbases" else 1.0
+    for step, gradient in enumerate(gradients, 1):
+        update, state = tx.update({"w": gradient}, state)
+        updates.append(update["w"])
+        _, wanted = dense_kl([np.asarray(g) for g in gradients[:step]], first, refused)
+        trace = np.trace(np.asarray(state.factors["2x32_float64"]["0"][0]))
+        power = round(np.log2(trace / np.trace(wanted[0])) / 2)
+        if step in refused:
+            moved += power != before
+        before = power
+    assert moved and int(state.failures["2x32_float64"][0]) == 6
+    wanted, _ = dense_kl([np.asarray(g) for g in gradients], first, refused)
+    for got, want in zip(updates, wanted, strict=True):
+        scale = np.max(np.abs(want))
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-9 * scale)
 
 
 def test_factors_are_balanced_by_powers_of_four(x64):
