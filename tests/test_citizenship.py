@@ -394,3 +394,24 @@ def test_flattened(name):
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
     sides = {x.shape[1:] for x in jax.tree.leaves(state.filtered)}
     assert sides == {(64,), (vector.size % 64,)}
+
+
+@pytest.mark.parametrize("name", ["b1", "b2", "b3", "graft_b2"])
+def test_a_hyperparameter_may_be_an_array_under_jit(name):
+    gradient = {"w": helpers.normals(0, 6, 4)}
+    updates = []
+    for number in (0.5, jnp.float32(0.5)):
+        tx = so.scale_by_shampoo(**{name: number}, refresh_every=1)
+        updates.append(jax.jit(tx.update)(gradient, tx.init(gradient), gradient)[0])
+    assert helpers.worst(*updates) <= 1e-5
+
+
+def test_momentum_of_an_empty_parameter_takes_no_empty_array():
+    params = {"e": jnp.zeros((0, 3)), "w": jnp.ones((2, 2))}
+    tx = so.scale_by_momentum(0.9, nesterov=True)
+    state = tx.init(params)
+    assert all(leaf.size for leaf in jax.tree.leaves(state))
+    updates, after = jax.jit(tx.update)(params, state)
+    assert updates["e"].shape == (0, 3)
+    np.testing.assert_allclose(updates["w"], 1.9)
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)

@@ -1,5 +1,7 @@
 """Acceptance cases of zero, dead and non-finite gradients and of failed roots."""
 
+import dataclasses
+
 import helpers
 import jax
 import jax.numpy as jnp
@@ -268,3 +270,13 @@ def test_threshold_of_the_residual_is_the_users(monkeypatch):
     tx = so.scale_by_shampoo(**BARE, root=so.Eigh(max_residual=2.0))
     _, states = helpers.trace(tx, steps[0], steps)
     assert helpers.total(states[-1].failures) == 0
+
+
+@pytest.mark.parametrize("strict", ["basis", "root"])
+def test_the_smaller_threshold_of_kept_eigenvalues_counts(strict):
+    limits = {"basis": so.EighBasis(), "root": so.Eigh()}
+    limits[strict] = dataclasses.replace(limits[strict], max_residual=1e-30)
+    tx = so.scale_by_shampoo(**BARE, root=so.Eigendecomposed(**limits))
+    gradient = {"w": helpers.normals(0, 6, 4)}
+    _, state = tx.update(gradient, tx.init(gradient))
+    assert helpers.total(state.failures) == 1

@@ -334,6 +334,12 @@ def test_an_exponent_that_follows_from_the_order_of_a_block():
     so.scale_by_shampoo(root=so.CoupledNewton(), blocking=blocking).init(params)
 
 
+def test_a_warm_start_where_it_would_do_nothing():
+    tx = so.scale_by_shampoo(root=so.CoupledNewton(warm_start=True))
+    with pytest.raises(ValueError, match="`exponents`.*1 with `warm_start`.*got 0.25"):
+        tx.init({"w": jnp.ones((2, 3))})
+
+
 def test_exponents_that_iterations_can_do():
     so.scale_by_shampoo(root=so.NewtonDB(), exponents={1: 1, 2: {0: 1 / 8, 1: 0}})
     for exponent in (1 / 3, 0.3, 2 / 3, 3, 1e-3):
