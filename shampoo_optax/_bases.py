@@ -8,14 +8,13 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from shampoo_optax._config import Options
-from shampoo_optax._eigen import align, eigenbases
+from shampoo_optax._eigen import align, sure_eigenbases
 from shampoo_optax._factors import apply_axes, statistics_weight
 from shampoo_optax._grafting import accumulate
 from shampoo_optax._methods import Basis
 from shampoo_optax._newton import add_to_diagonal
 from shampoo_optax._powers import rescaled, unpadded_ridge
 from shampoo_optax._refresh import Batch, Derived, Fresh, Report, refresh
-from shampoo_optax._retry import widened
 from shampoo_optax._stacks import AxisStacks, Stacks, cast_like, per_slot
 
 
@@ -53,12 +52,13 @@ def refresh_bases(
         matrices = rescaled(batch.factors, correction, options)
         added = unpadded_ridge(ridge, matrices, batch.padding)
         old = batch.derived["bases"]
-
-        def decompose(batched: jax.Array) -> tuple[jax.Array, ...]:
-            return eigenbases(batched, old.astype(batched.dtype), basis, batch.padding)
-
-        sure = widened(decompose, matrices.dtype, basis.max_residual)
-        bases, values, *about = sure(add_to_diagonal(matrices, added))
+        bases, values, *about = sure_eigenbases(
+            add_to_diagonal(matrices, added),
+            old,
+            basis,
+            batch.padding,
+            basis.max_residual,
+        )
         bases, values = align(old, bases, values, least)
         found = {"bases": bases, "eigenvalues": values}
         return Fresh({field: found[field] for field in batch.derived}, *about)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from shampoo_optax._methods import Basis, EighBasis, QRBasis
 from shampoo_optax._newton import add_to_diagonal, largest_row_sum
+from shampoo_optax._retry import widened
 from shampoo_optax._stacks import contract, per_slot, scale_to_one, traces
 
 Pair = tuple[jax.Array, jax.Array]
@@ -63,6 +64,29 @@ def checked_eigh(
     found = _by_platform(_eigh_one_by_one, _eigh, _with_last(matrices, padding))
     values, vectors = _settle_padding(*found, matrices, padding)
     return values, vectors, _residual(matrices, values, vectors, padding)
+
+
+def sure_eigenbases(
+    matrices: jax.Array,
+    previous: jax.Array,
+    basis: Basis,
+    padding: jax.Array | None,
+    max_residual: float,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """As :func:`eigenbases`, and what fails once more in float64 where that is allowed.
+
+    Args:
+      matrices: `[n, d, d]`.
+      previous: `[n, d, d]`, of any float dtype.
+      basis: the method.
+      padding: bool `[n, d]`, or `None`.
+      max_residual: above it a basis has failed.
+    """
+
+    def compute(batch: jax.Array) -> tuple[jax.Array, ...]:
+        return eigenbases(batch, previous.astype(batch.dtype), basis, padding)
+
+    return widened(compute, matrices.dtype, max_residual)(matrices)
 
 
 def align(

@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from shampoo_optax._config import Options
-from shampoo_optax._eigen import checked_eigh, eigenbases
+from shampoo_optax._eigen import checked_eigh, sure_eigenbases
 from shampoo_optax._methods import (
     CoupledNewton,
     Eigendecomposed,
@@ -226,13 +226,13 @@ def _bases(matrices: jax.Array, batch: Batch, options: Options) -> Fresh:
     if is_diagonal(matrices):
         values = matrices + eps
         return Fresh({"eigenvalues": values}, *_at_once(matrices))
-    old = batch.derived["bases"]
-
-    def compute(batched: jax.Array) -> tuple[jax.Array, ...]:
-        return eigenbases(batched, old.astype(batched.dtype), root.basis, batch.padding)
-
-    sure = widened(compute, matrices.dtype, root.max_residual)
-    bases, values, *about = sure(add_to_diagonal(matrices, eps))
+    bases, values, *about = sure_eigenbases(
+        add_to_diagonal(matrices, eps),
+        batch.derived["bases"],
+        root.basis,
+        batch.padding,
+        root.max_residual,
+    )
     return Fresh({"bases": bases, "eigenvalues": values}, *about)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from oracle import QUINTIC
 
 import shampoo_optax as so
-from shampoo_optax import _bases, _inverse_free, _roots
+from shampoo_optax import _eigen, _inverse_free, _roots
 
 partial = functools.partial
 
@@ -162,8 +162,7 @@ HALF_PRECISION = {
     "C5": "roots of 8 bits, which are rounded anew at every scale",
 }
 
-roots_fail, bases_fail = (_roots, "inverse_roots"), (_roots, "eigenbases")
-soap_fails = (_bases, "eigenbases")
+roots_fail, bases_fail = (_roots, "inverse_roots"), (_eigen, "eigenbases")
 EIGENDECOMPOSED = dict(routine=bases_fail, derived=("bases", "eigenvalues"))
 
 
@@ -193,7 +192,7 @@ def of_kl(no_sense=NO_BASIS, other=(), **kwargs):
     )
 
 
-def of_soap(make=so.scale_by_soap, derived=("bases",), routine=soap_fails, **kwargs):
+def of_soap(make=so.scale_by_soap, derived=("bases",), routine=bases_fail, **kwargs):
     known = {key: kwargs.pop(key) for key in Method._fields if key in kwargs}
     return Method(
         partial(make, **kwargs),

@@ -1,6 +1,7 @@
 """Acceptance cases of zero, dead and non-finite gradients and of failed roots."""
 
 import dataclasses
+import functools
 
 import helpers
 import jax
@@ -11,6 +12,7 @@ import pytest
 from helpers import BARE
 
 import shampoo_optax as so
+from shampoo_optax import _eigen
 
 # (transform, grafting)
 VARIANTS = [
@@ -280,3 +282,28 @@ def test_the_smaller_threshold_of_kept_eigenvalues_counts(strict):
     gradient = {"w": helpers.normals(0, 6, 4)}
     _, state = tx.update(gradient, tx.init(gradient))
     assert helpers.total(state.failures) == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(so.scale_by_soap, 0.0, refresh_every=1),
+        functools.partial(so.scale_by_shampoo, **BARE, root=so.Eigendecomposed()),
+    ],
+    ids=["soap", "shampoo"],
+)
+def test_bases_that_fail_in_float32_are_those_of_float64(make, monkeypatch, x64):
+    gradient = {"w": helpers.normals(0, 4, 4)}  # of full rank
+    wanted, _ = make().update(gradient, make().init(gradient))
+    genuine, used = _eigen.eigenbases, []
+
+    def fails_in_float32(matrices, *args):
+        bases, *rest = genuine(matrices, *args)
+        used.append(str(matrices.dtype))
+        return (jnp.nan * bases if used[-1] == "float32" else bases), *rest
+
+    monkeypatch.setattr(_eigen, "eigenbases", fails_in_float32)
+    got, state = make().update(gradient, make().init(gradient))
+    assert set(used) == {"float32", "float64"}
+    assert helpers.total(state.failures) == 0
+    assert helpers.worst(got, wanted) <= 1e-4

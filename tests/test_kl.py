@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import shampoo_optax as so
-from shampoo_optax import _roots
+from shampoo_optax import _eigen, _roots
 
 SHAPES = {"wide": (4, 16), "cube": (2, 3, 4), "vector": (5,)}
 KEPT = dict(b1=0.0, b2=0.9, graft=None, refresh_every=3, relative_eps=1e-3)
@@ -70,21 +70,25 @@ def test_directions_are_those_of_the_formulas(kept, x64):
 
 
 @pytest.mark.parametrize(
-    "routine, root",
-    [("inverse_roots", so.Eigh()), ("eigenbases", so.Eigendecomposed())],
+    "module, routine, root",
+    [
+        (_roots, "inverse_roots", so.Eigh()),
+        (_eigen, "eigenbases", so.Eigendecomposed()),
+    ],
+    ids=["roots", "bases"],
 )
 def test_roots_that_stay_are_balanced_with_their_factors(
-    monkeypatch, x64, routine, root
+    monkeypatch, x64, module, routine, root
 ):
     """Without jit, so that the routine can see which refresh it is called at."""
     refused, step = range(12, 30), 0
-    genuine = getattr(_roots, routine)
+    genuine = getattr(module, routine)
 
     def fails(*args, **kwargs):
         found, *rest = genuine(*args, **kwargs)
         return (jnp.nan * found if step in refused else found), *rest
 
-    monkeypatch.setattr(_roots, routine, fails)
+    monkeypatch.setattr(module, routine, fails)
     gradients = [helpers.normals(t, 2, 32, dtype=jnp.float64) for t in range(30)]
     tx = so.scale_by_kl_shampoo(**KEPT, root=root)
     state, updates, moved, before = tx.init({"w": gradients[0]}), [], 0, 0
