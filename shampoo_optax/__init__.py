@@ -1,5 +1,6 @@
 """Distributed Shampoo and its family as optax gradient transforms."""
 
+from shampoo_optax._accumulation import multi_steps
 from shampoo_optax._alias import shampoo, soap
 from shampoo_optax._alias_root_free import inverse_free_shampoo, root_free_rmsprop
 from shampoo_optax._averaging import (
@@ -15,6 +16,7 @@ from shampoo_optax._chain import fill_absent
 from shampoo_optax._config import Axes, Blocking, Storage
 from shampoo_optax._decay import DecayWeightsState, decay_weights
 from shampoo_optax._describe import Description, describe
+from shampoo_optax._graft import GraftState, graft
 from shampoo_optax._inverse_free import (
     ScaleByInverseFreeShampooState,
     scale_by_inverse_free_shampoo,
@@ -39,6 +41,7 @@ from shampoo_optax._portable import (
     state_shardings,
     to_portable,
 )
+from shampoo_optax._rms import cap_rms, match_rms
 from shampoo_optax._root_free import ScaleByRootFreeRmsState, scale_by_root_free_rms
 from shampoo_optax._shampoo import ScaleByShampooState, scale_by_shampoo
 from shampoo_optax._sign import ScaleBySignDescentState, scale_by_sign_descent
@@ -59,6 +62,7 @@ __all__ = [
     "Eigendecomposed",
     "Eigh",
     "EighBasis",
+    "GraftState",
     "HigherOrderNewton",
     "IterateAveragingState",
     "NewtonDB",
@@ -76,14 +80,18 @@ __all__ = [
     "Storage",
     "Svd",
     "abstract_state",
+    "cap_rms",
     "decay_weights",
     "describe",
     "eval_params",
     "fill_absent",
     "from_portable",
+    "graft",
     "inverse_free_shampoo",
     "kl_shampoo",
     "kl_soap",
+    "match_rms",
+    "multi_steps",
     "primal_averaging",
     "root_free_rmsprop",
     "scale_by_inverse_free_shampoo",

@@ -36,6 +36,8 @@ def shampoo(
     nesterov: bool = False,
     decay: AliasDecay = "decoupled",
     peak_learning_rate: ArrayLike | None = None,
+    max_rms: ArrayLike | None = None,
+    rms: ArrayLike | None = None,
     trace_scaling: ArrayLike = 0.0,
     root: Root = Eigh(),
     axes: Axes = Axes(),
@@ -93,6 +95,10 @@ def shampoo(
       peak_learning_rate: the largest learning rate, > 0, for corrected and independent
         decay; `None` stands for `learning_rate` where that is a Python number. Default
         `None`.
+      max_rms: largest root mean square of a parameter's direction, > 0, as in
+        :func:`cap_rms`. Default `None`: any.
+      rms: what that of every parameter is made, > 0, as in :func:`match_rms`. Default
+        `None`: it is left as it is.
       trace_scaling: the a >= 0 of :math:`L_k / c` times :math:`\mathrm{tr}(L_k /
         c)^{-a}`, which takes its place in the root. Default 0.
       root: how inverse roots are computed, an :class:`Eigh`, :class:`PseudoInverse`,
@@ -165,6 +171,8 @@ def shampoo(
         mask=mask,
         decay=decay,
         peak_learning_rate=peak_learning_rate,
+        max_rms=max_rms,
+        rms=rms,
         placement=placement,
         momentum=momentum,
         dampening=dampening,
@@ -188,6 +196,8 @@ def soap(
     bias_correction: bool = True,
     decay: AliasDecay = "decoupled",
     peak_learning_rate: ArrayLike | None = None,
+    max_rms: ArrayLike | None = None,
+    rms: ArrayLike | None = None,
     ignored_axes: IgnoredAxes | None = None,
     form: Form = "official",
     basis: Basis = EighBasis(),
@@ -228,6 +238,10 @@ def soap(
       peak_learning_rate: the largest learning rate, > 0, for corrected and independent
         decay; `None` stands for `learning_rate` where that is a Python number. Default
         `None`.
+      max_rms: largest root mean square of a parameter's direction, > 0, as in
+        :func:`cap_rms`. Default `None`: any.
+      rms: what that of every parameter is made, > 0, as in :func:`match_rms`. Default
+        `None`: it is left as it is.
       ignored_axes: axes that are not rotated and have no factor, by the order of a
         block, `{order: axes}`. Default `None`: none are ignored.
       form: `"official"` or `"paper"`, as in :func:`scale_by_soap`. Default
@@ -298,5 +312,7 @@ def soap(
         mask=mask,
         decay=decay,
         peak_learning_rate=peak_learning_rate,
+        max_rms=max_rms,
+        rms=rms,
         placement=placement,
     )

@@ -34,6 +34,8 @@ def inverse_free_shampoo(
     momentum: ArrayLike | None = 0.9,
     decay: AliasDecay = "decoupled",
     peak_learning_rate: ArrayLike | None = None,
+    max_rms: ArrayLike | None = None,
+    rms: ArrayLike | None = None,
     structure: Structure = "dense",
     dtype: Computed | None = None,
     blocking: Blocking = Blocking(),
@@ -81,6 +83,10 @@ def inverse_free_shampoo(
       peak_learning_rate: the largest learning rate, > 0, for corrected and independent
         decay; `None` stands for `learning_rate` where that is a Python number. Default
         `None`.
+      max_rms: largest root mean square of a parameter's direction, > 0, as in
+        :func:`cap_rms`. Default `None`: any.
+      rms: what that of every parameter is made, > 0, as in :func:`match_rms`. Default
+        `None`: it is left as it is.
       structure: of the roots, `"dense"` or `"diagonal"`. Default `"dense"`.
       dtype: `"float32"` or `"bfloat16"`, in which roots, their momenta and the
         filtered gradient are kept and matrix products are computed. Default `None`:
@@ -145,6 +151,8 @@ def inverse_free_shampoo(
         mask=mask,
         decay=decay,
         peak_learning_rate=peak_learning_rate,
+        max_rms=max_rms,
+        rms=rms,
         placement=placement,
         momentum=momentum,
     )
@@ -167,6 +175,8 @@ def root_free_rmsprop(
     momentum: ArrayLike | None = 0.9,
     decay: AliasDecay = "decoupled",
     peak_learning_rate: ArrayLike | None = None,
+    max_rms: ArrayLike | None = None,
+    rms: ArrayLike | None = None,
     blocking: Blocking = Blocking(),
     placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -208,6 +218,10 @@ def root_free_rmsprop(
       peak_learning_rate: the largest learning rate, > 0, for corrected and independent
         decay; `None` stands for `learning_rate` where that is a Python number. Default
         `None`.
+      max_rms: largest root mean square of a parameter's direction, > 0, as in
+        :func:`cap_rms`. Default `None`: any.
+      rms: what that of every parameter is made, > 0, as in :func:`match_rms`. Default
+        `None`: it is left as it is.
       blocking: how parameters are merged and cut, a :class:`Blocking`; felt through
         guards and grafting alone. Default `Blocking()`.
       placement: the devices that moments and work are divided over, a
@@ -264,6 +278,8 @@ def root_free_rmsprop(
         mask=mask,
         decay=decay,
         peak_learning_rate=peak_learning_rate,
+        max_rms=max_rms,
+        rms=rms,
         placement=placement,
         momentum=momentum,
     )

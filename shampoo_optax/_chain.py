@@ -19,6 +19,7 @@ from shampoo_optax._checks import (
 from shampoo_optax._config import Stored
 from shampoo_optax._decay import decay_weights
 from shampoo_optax._placement import Placement, place_rest
+from shampoo_optax._rms import cap_rms, match_rms
 from shampoo_optax._trees import is_none, tree_map
 
 AliasDecay = Decay | Literal["l2"]
@@ -89,13 +90,15 @@ def descend(
     mask: Mask | None,
     decay: AliasDecay,
     peak_learning_rate: ArrayLike | None,
+    max_rms: ArrayLike | None,
+    rms: ArrayLike | None,
     momentum: ArrayLike | None = None,
     dampening: ArrayLike = 0.0,
     nesterov: bool = False,
     momentum_dtype: Stored | None = None,
     placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Chains a direction with decay, momentum and the step size, in their order."""
+    """Chains a direction with its size, decay, momentum, step size, in that order."""
     check_rate("learning_rate", learning_rate)
     check_choice("decay", decay, (*get_args(Decay), "l2"))
     decays = decay_weights(
@@ -112,8 +115,12 @@ def descend(
         dtype=momentum_dtype,
     )
     parts = [direction]
+    if rms is not None:
+        parts.append(match_rms(rms))
+    if max_rms is not None:
+        parts.append(cap_rms(max_rms))
     if not is_static(weight_decay, 0):
-        parts = [decays, direction] if decay == "l2" else [direction, decays]
+        parts.insert(0 if decay == "l2" else len(parts), decays)
     if momentum is not None:
         parts.append(heavy_ball)
     parts += [scale_by_step_size(learning_rate), fill_absent()]

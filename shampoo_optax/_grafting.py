@@ -119,7 +119,7 @@ def graft_direction(
     return {name: direction(name, gradient) for name, gradient in used.items()}
 
 
-def graft(
+def take_norms(
     direction: Stacks,
     magnitude: Stacks,
     usable: dict[str, jax.Array],

@@ -189,6 +189,8 @@ def kl_shampoo(
     nesterov: bool = False,
     decay: AliasDecay = "decoupled",
     peak_learning_rate: ArrayLike | None = None,
+    max_rms: ArrayLike | None = None,
+    rms: ArrayLike | None = None,
     trace_scaling: ArrayLike = 0.0,
     root: Root = Eigh(),
     axes: Axes = Axes(),
@@ -249,6 +251,10 @@ def kl_shampoo(
       peak_learning_rate: the largest learning rate, > 0, for corrected and independent
         decay; `None` stands for `learning_rate` where that is a Python number. Default
         `None`.
+      max_rms: largest root mean square of a parameter's direction, > 0, as in
+        :func:`cap_rms`. Default `None`: any.
+      rms: what that of every parameter is made, > 0, as in :func:`match_rms`. Default
+        `None`: it is left as it is.
       trace_scaling: the a >= 0 of :math:`L_k / c` times :math:`\mathrm{tr}(L_k /
         c)^{-a}`, which takes its place in the root. Default 0.
       root: how inverse roots are computed, an :class:`Eigh`, :class:`PseudoInverse`,
@@ -323,6 +329,8 @@ def kl_shampoo(
         mask=mask,
         decay=decay,
         peak_learning_rate=peak_learning_rate,
+        max_rms=max_rms,
+        rms=rms,
         placement=placement,
         momentum=momentum,
         dampening=dampening,

@@ -199,6 +199,8 @@ def kl_soap(
     nesterov: bool = False,
     decay: AliasDecay = "decoupled",
     peak_learning_rate: ArrayLike | None = None,
+    max_rms: ArrayLike | None = None,
+    rms: ArrayLike | None = None,
     ignored_axes: IgnoredAxes | None = None,
     form: Form = "paper",
     basis: Basis = EighBasis(),
@@ -256,6 +258,10 @@ def kl_soap(
       peak_learning_rate: the largest learning rate, > 0, for corrected and independent
         decay; `None` stands for `learning_rate` where that is a Python number. Default
         `None`.
+      max_rms: largest root mean square of a parameter's direction, > 0, as in
+        :func:`cap_rms`. Default `None`: any.
+      rms: what that of every parameter is made, > 0, as in :func:`match_rms`. Default
+        `None`: it is left as it is.
       ignored_axes: axes that are not rotated and have no factor, by the order of a
         block, `{order: axes}`. Default `None`: none are ignored.
       form: `"official"` or `"paper"`, as in :func:`scale_by_soap`. Default `"paper"`.
@@ -331,6 +337,8 @@ def kl_soap(
         mask=mask,
         decay=decay,
         peak_learning_rate=peak_learning_rate,
+        max_rms=max_rms,
+        rms=rms,
         placement=placement,
         momentum=momentum,
         dampening=dampening,

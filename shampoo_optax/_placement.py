@@ -273,7 +273,10 @@ def on_mesh(run: Callable, placement: Placement) -> Callable:
     """
     divided, whole = PartitionSpec(placement.axes), PartitionSpec()
     mapped = _shard_map(
-        run, placement, (whole, whole, divided, whole), (whole, whole, divided)
+        run,
+        placement,
+        in_specs=(whole, whole, divided, whole, whole),
+        out_specs=(whole, whole, divided),
     )
     if AxisType.Explicit in placement.mesh.axis_types:
         mapped = functools.partial(_reshard_around, mapped, placement)
@@ -286,23 +289,38 @@ def _reshard_around(
     leaves: list,
     count: jax.Array,
     fields: dict[str, Any],
-    numbers: dict[str, jax.Array],
+    *rest: Any,
 ) -> tuple[list, jax.Array, dict[str, Any]]:
     """Brings arrays to the types that the mapped step takes, and updates back."""
     mesh = placement.mesh
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    typed = tuple(axis for axis in placement.axes if kinds[axis] == AxisType.Explicit)
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    typed = tuple(axis for axis in placement.axes if types[axis] == AxisType.Explicit)
     divided = NamedSharding(mesh, PartitionSpec(typed) if typed else PartitionSpec())
     whole = NamedSharding(mesh, PartitionSpec())
-    wanted = [None if leaf is None else jax.typeof(leaf).sharding for leaf in leaves]
-    leaves, count, numbers = jax.sharding.reshard((leaves, count, numbers), whole)
+    kinds = [None if leaf is None else jax.typeof(leaf).sharding for leaf in leaves]
+    leaves, count, rest = jax.sharding.reshard((leaves, count, rest), whole)
     fields = jax.sharding.reshard(fields, divided)
-    leaves, count, fields = mapped(leaves, count, fields, numbers)
-    leaves = [
+    leaves, count, fields = mapped(leaves, count, fields, *rest)
+    return _reshard_back(leaves, kinds), count, fields
+
+
+def _reshard_back(leaves: list, kinds: list) -> list:
+    return [
         leaf if kind is None or kind.mesh.empty else jax.sharding.reshard(leaf, kind)
-        for leaf, kind in zip(leaves, wanted, strict=True)
+        for leaf, kind in zip(leaves, kinds, strict=True)
     ]
-    return leaves, count, fields
+
+
+def reshard_whole(leaves: list) -> tuple[list, Callable[[list], list]]:
+    """Leaves that may be cut anywhere, also on Explicit axes, and the way back."""
+    kinds = [jax.typeof(leaf).sharding for leaf in leaves]
+    whole = [
+        jax.sharding.reshard(leaf, NamedSharding(kind.mesh, PartitionSpec()))
+        if any(kind.spec)
+        else leaf
+        for leaf, kind in zip(leaves, kinds, strict=True)
+    ]
+    return whole, lambda new: _reshard_back(new, kinds)
 
 
 def place_rest(

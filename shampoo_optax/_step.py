@@ -20,10 +20,10 @@ from shampoo_optax._factors import (
 )
 from shampoo_optax._grafting import (
     filter_gradient,
-    graft,
     graft_direction,
     keeps_filtered,
     keeps_moments,
+    take_norms,
     update_moments,
     zero_blocks,
 )
@@ -202,7 +202,7 @@ def finish(
         for name, block in magnitude.items()
         if options.is_left_to_grafting(block.shape[1:])
     }
-    direction, moving = graft(
+    direction, moving = take_norms(
         direct(used) | alone, magnitude, step.usable, step.started, groups
     )
     still = {name: inputs.present[name] & ~slots for name, slots in moving.items()}

@@ -31,6 +31,7 @@ from shampoo_optax._placement import (
     owners_of,
 )
 from shampoo_optax._stacks import Inputs, Plan, Stack, Stacks
+from shampoo_optax._step import when_due
 from shampoo_optax._trees import next_count
 
 
@@ -126,17 +127,17 @@ def block_transform(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
-        del extra_args
+        discard = _checked_discard(extra_args.get("discard"))
         check_outside(placement)
         gradients = read_gradients(updates, params)
         owners = owners_of(placement) if gradients.params else 1
         plan, expected, _, run = prepare(_structs(gradients.params), owners)
         _check_state(state, expected)
         if not plan.stacks:
-            return updates, state._replace(count=next_count(state.count))
+            return updates, state._replace(count=_counted(state.count, discard))
         fields = state._asdict()
         count = fields.pop("count")
-        leaves, count, fields = run(gradients.leaves, count, fields, numbers)
+        leaves, count, fields = run(gradients.leaves, count, fields, numbers, discard)
         return gradients.rebuild(leaves), method.state(count=count, **fields)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -144,6 +145,24 @@ def block_transform(
 
 def _structs(leaves: list) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def _checked_discard(discard: Any) -> jax.Array | None:
+    """The flag of a call whose result is thrown away, if there is one."""
+    if discard is None:
+        return None
+    if np.shape(discard) or jnp.result_type(discard) != jnp.bool_:
+        raise ValueError(f"`discard` must be one boolean, got {discard!r}.")
+    return jnp.asarray(discard)
+
+
+def _counted(count: jax.Array, discard: jax.Array | None) -> jax.Array:
+    """The count after this call."""
+    return (
+        next_count(count)
+        if discard is None
+        else jnp.where(discard, count, next_count(count))
+    )
 
 
 def _check_state(state: Any, expected: Any) -> None:
@@ -173,22 +192,33 @@ def _step(
     count: jax.Array,
     fields: dict[str, Any],
     numbers: dict[str, jax.Array],
+    discard: jax.Array | None,
 ) -> tuple[list, jax.Array, dict[str, Any]]:
-    """One step on all slots, or on those of the device that runs this."""
-    count = next_count(count)
+    """One step on all slots, or on those of the device that runs this.
+
+    A call that is discarded gives directions of 0 and the state as it was; all that
+    devices exchange is exchanged, since no collective may depend on data.
+    """
     blocks = cut(plan, leaves)
     tables = present_slots(plan, leaves), unpadded_sides(plan)
-    if placement is None:
-        directions, fields = method.step(
-            Inputs(blocks, *tables, count, fields, numbers)
-        )
-        return paste(plan, directions, leaves), count, fields
-    axes = placement.axes
-    if placement.reduce:
-        blocks = mean_own_blocks(plan, axes, blocks, leaves)
+    if placement is not None:
+        axes = placement.axes
+        if placement.reduce:
+            blocks = mean_own_blocks(plan, axes, blocks, leaves)
+        else:
+            blocks = own_blocks(plan, axes, blocks)
+        tables = own_tables(plan, axes, tables)
+
+    def step(directions: Stacks, fields: dict[str, Any]) -> tuple[Stacks, dict]:
+        del directions
+        inputs = Inputs(blocks, *tables, next_count(count), fields, numbers)
+        return method.step(inputs)
+
+    still = jax.tree.map(jnp.zeros_like, blocks)
+    if discard is None:
+        directions, fields = step(still, fields)
     else:
-        blocks = own_blocks(plan, axes, blocks)
-    tables = own_tables(plan, axes, tables)
-    directions, fields = method.step(Inputs(blocks, *tables, count, fields, numbers))
-    directions = gather(plan, axes, placement.dtype, directions, leaves)
-    return paste(plan, directions, leaves), count, fields
+        directions, fields = when_due(~discard, step, still, fields)
+    if placement is not None:
+        directions = gather(plan, axes, placement.dtype, directions, leaves)
+    return paste(plan, directions, leaves), _counted(count, discard), fields
