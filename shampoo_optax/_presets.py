@@ -1,0 +1,459 @@
+"""Presets: settings that others have published, as functions of a few numbers."""
+
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import optax
+from jax.typing import ArrayLike
+
+from shampoo_optax._alias import shampoo, soap
+from shampoo_optax._checks import (
+    ScalarOrSchedule,
+    check_choice,
+    check_integer,
+    check_number,
+)
+from shampoo_optax._config import Blocking
+from shampoo_optax._groups import RULES, TABLE, label_by
+
+Hidden = Literal["shampoo", "soap"]
+
+WIDTH = 88
+# `optax.partition` is the newer name of `optax.multi_transform`.
+partition = getattr(optax, "partition", optax.multi_transform)
+
+
+class Preset(optax.GradientTransformationExtraArgs):
+    """A transform that prints as the call that makes it."""
+
+    def __new__(cls, tx: optax.GradientTransformation, text: str):
+        """Takes both functions of the transform."""
+        self = super().__new__(cls, *optax.with_extra_args_support(tx))
+        self.text = text
+        return self
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _call(function: Callable, *args: Any, name: str = "", **kwargs: Any) -> Preset:
+    """What a function makes of its arguments, and how the call is written."""
+    name = name or function.__name__
+    shown = [*map(_shown, args), *(f"{k}={_shown(v)}" for k, v in kwargs.items())]
+    return Preset(function(*args, **kwargs), _lines(f"{name}(", shown, ")"))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return _lines("{", [f"{k!r}: {_shown(v)}" for k, v in value.items()], "}")
+    return getattr(value, "shown", None) or repr(value)
+
+
+def _lines(head: str, parts: list[str], tail: str) -> str:
+    """One line where there is room, else a line for each part."""
+    line = head + ", ".join(parts) + tail
+    if len(line) <= WIDTH and "\n" not in line:
+        return line
+    body = textwrap.indent("".join(f"{part},\n" for part in parts), "    ")
+    return f"{head}\n{body}{tail}"
+
+
+class _Labels(NamedTuple):
+    """A function that labels parameters, and how it is written."""
+
+    label: Callable[[Any], Any]
+    shown: str
+
+    def __call__(self, params: Any) -> Any:
+        return self.label(params)
+
+
+@dataclass(frozen=True)
+class WarmupCosine:
+    r"""A learning rate that rises linearly, falls as a cosine, and prints.
+
+    That of `optax.warmup_cosine_decay_schedule` from 0,
+
+    .. math::
+      \eta_t = \eta \,(e + (1 - e) \tfrac12 (1 + \cos(\pi (t - w) / (n - w))))
+
+    after :math:`w` steps of warm-up.
+
+    Args:
+      peak: the largest rate :math:`\eta \ge 0`.
+      warmup_steps: w >= 0.
+      steps: n > w, after which the rate stays.
+      end: the last rate e, in units of the largest, in [0, 1]. Default 0.
+
+    Raises:
+      ValueError: if an argument has a value other than those above.
+
+    Examples:
+      >>> import shampoo_optax as so
+      >>> schedule = so.WarmupCosine(0.1, warmup_steps=2, steps=10)
+      >>> [round(float(schedule(t)), 3) for t in (0, 1, 2, 6, 10)]
+      [0.0, 0.05, 0.1, 0.05, 0.0]
+    """
+
+    peak: float
+    warmup_steps: int
+    steps: int
+    end: float = 0.0
+
+    def __post_init__(self):
+        check_number("peak", self.peak)
+        check_integer("warmup_steps", self.warmup_steps, low=0)
+        check_integer("steps", self.steps)
+        check_number("end", self.end, high=1.0)
+        if self.steps <= self.warmup_steps:
+            raise ValueError(
+                f"`steps` must be above the {self.warmup_steps} steps of warm-up, "
+                f"got {self.steps}."
+            )
+
+    def __call__(self, count: ArrayLike) -> jax.Array:
+        """The rate after so many steps."""
+        rate = optax.warmup_cosine_decay_schedule(
+            0.0, self.peak, self.warmup_steps, self.steps, self.end * self.peak
+        )
+        return rate(count)
+
+
+def replace_adamw(
+    learning_rate: ScalarOrSchedule,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
+    weight_decay: ArrayLike = 1e-4,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Shampoo in the place of `optax.adamw`, with its numbers.
+
+    :func:`shampoo` with Adam's grafting: every block moves as far as AdamW would move it,
+    :math:`\|P\| = \|\hat m / (\sqrt{\hat v} + \epsilon)\|`.
+
+    Args:
+      learning_rate: AdamW's, a number or a schedule.
+      b1: AdamW's. Default 0.9.
+      b2: AdamW's, for the factors and the grafted moments. Default 0.999.
+      eps: AdamW's, for grafting. Default 1e-8.
+      weight_decay: AdamW's. Default 1e-4.
+      options: further arguments of :func:`shampoo`, such as `mask` or `placement`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` that prints as the call that makes it.
+
+    Raises:
+      ValueError: if an argument has a value that :func:`shampoo` does not take.
+
+    Examples:
+      >>> import shampoo_optax as so
+      >>> so.replace_adamw(1e-3, weight_decay=0.1)
+      shampoo(
+          learning_rate=0.001,
+          b1=0.9,
+          b2=0.999,
+          weight_decay=0.1,
+          graft='adam',
+          graft_b2=0.999,
+          graft_eps=1e-08,
+      )
+
+    References:
+      Shi et al., PyTorch Distributed Shampoo, 2023, examples 2 and 4 of its README,
+      https://github.com/facebookresearch/optimizers.
+    """
+    settings = dict(
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        weight_decay=weight_decay,
+        graft="adam",
+        graft_b2=b2,
+        graft_eps=eps,
+    )
+    return _call(shampoo, **settings | options)
+
+
+def replace_sgd(
+    learning_rate: ScalarOrSchedule,
+    momentum: ArrayLike | None = 0.9,
+    nesterov: bool = False,
+    weight_decay: ArrayLike = 0.0,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Shampoo in the place of `optax.sgd` with momentum, with its numbers.
+
+    :func:`shampoo` with SGD's grafting: every block's direction is as long as the
+    gradient, :math:`\|P\| = \|G\|`, before momentum.
+
+    Args:
+      learning_rate: SGD's, a number or a schedule.
+      momentum: SGD's. Default 0.9.
+      nesterov: SGD's. Default `False`.
+      weight_decay: what was added to the gradient before, as in PyTorch's SGD or by
+        `optax.add_decayed_weights`. Default 0.
+      options: further arguments of :func:`shampoo`, such as `mask` or `placement`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` that prints as the call that makes it.
+
+    Raises:
+      ValueError: if an argument has a value that :func:`shampoo` does not take.
+
+    Examples:
+      >>> import shampoo_optax as so
+      >>> so.replace_sgd(0.1, weight_decay=1e-4)
+      shampoo(
+          learning_rate=0.1,
+          b1=0.0,
+          b2=0.999,
+          weight_decay=0.0001,
+          graft='sgd',
+          momentum=0.9,
+          nesterov=False,
+          decay='l2',
+      )
+
+    References:
+      Shi et al., PyTorch Distributed Shampoo, 2023, example 1 of its README,
+      https://github.com/facebookresearch/optimizers.
+    """
+    settings = dict(
+        learning_rate=learning_rate,
+        b1=0.0,
+        b2=0.999,
+        weight_decay=weight_decay,
+        graft="sgd",
+        momentum=momentum,
+        nesterov=nesterov,
+        decay="l2",
+    )
+    return _call(shampoo, **settings | options)
+
+
+def replace_adamw_by_soap(
+    learning_rate: ScalarOrSchedule,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
+    weight_decay: ArrayLike = 1e-4,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    r"""SOAP in the place of `optax.adamw`, with its numbers.
+
+    SOAP is AdamW in the basis Q of the factors, with :math:`\hat m / (\sqrt{\hat v} +
+    \epsilon)` of :math:`Q^\top G`; AdamW's numbers are where to start from.
+
+    Args:
+      learning_rate: AdamW's, a number or a schedule.
+      b1: AdamW's. Default 0.9.
+      b2: AdamW's, for the factors too. Default 0.999.
+      eps: AdamW's. Default 1e-8.
+      weight_decay: AdamW's. Default 1e-4.
+      options: further arguments of :func:`soap`, such as `mask` or `placement`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` that prints as the call that makes it.
+
+    Raises:
+      ValueError: if an argument has a value that :func:`soap` does not take.
+
+    Examples:
+      >>> import shampoo_optax as so
+      >>> so.replace_adamw_by_soap(3e-3, b1=0.95, b2=0.95)
+      soap(learning_rate=0.003, b1=0.95, b2=0.95, eps=1e-08, weight_decay=0.0001)
+
+    References:
+      Vyas et al., SOAP: Improving and Stabilizing Shampoo using Adam, 2024,
+      https://arxiv.org/abs/2409.11321.
+    """
+    settings = dict(
+        learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay
+    )
+    return _call(soap, **settings | options)
+
+
+class _Point(NamedTuple):
+    """Settings of the AlgoPerf submission that its five points differ in."""
+
+    learning_rate: float
+    one_minus_b1: float
+    one_minus_b2: float
+    weight_decay: float
+    warmup: float  # in units of the steps
+    steps: float = 1.0  # in units of the step hint
+    graft: str = "adam"
+    momentum: float | None = None
+    exponent: float | None = None
+
+
+POINTS = (
+    _Point(0.0017486387539278373, 0.06733926164, 0.00448403102, 0.08121616522670176, 0.02),
+    _Point(0.0014381744028656841, 0.025337537053408913, 0.02508024059481679,
+           0.00019716633625688372, 0.05, steps=0.6),
+    _Point(4.199449275251465, 1.0, 0.0023701743773090066, 6.404237434173623e-05, 0.02,
+           graft="sgd", momentum=1 - 0.03150207249544311),
+    _Point(0.0012, 0.016610699316537858, 0.005888216674053163, 0.00040349948255455174,
+           0.02, momentum=0.5, exponent=1 / 2),
+    _Point(0.001308209823469072, 0.02686663061, 0.00187670778, 0.16375311233774334, 0.1),
+)
+ORDERS = range(1, 5)
+
+
+def algoperf_winner(
+    steps: int, point: int = 1, **options: Any
+) -> optax.GradientTransformationExtraArgs:
+    r"""The settings with which Distributed Shampoo won AlgoPerf's external tuning.
+
+    The submission is a list of five points, of which the best was taken for each
+    workload: :func:`shampoo` with blocks of 1024, a refresh at every 100th step, Adam's
+    grafting and a gradient that looks ahead (`b3` = `b1`\ :sup:`2`); point 3 has SGD's
+    grafting and Nesterov's momentum, point 4 exponents of 1/2. Parameters with a
+    dimension of a million or more, embedding tables, have no factors and are left to
+    Adam. The rate warms up linearly and falls to 0 as a cosine. Label smoothing and
+    dropout, which the points set too, are matters of the model.
+
+    Args:
+      steps: the steps of the run, AlgoPerf's `step_hint` of the workload, an integer
+        >= 20; point 2 ends after 0.6 of them.
+      point: which of the five, 1 to 5. Default 1.
+      options: further arguments of :func:`shampoo`, such as `mask` or `placement`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` that prints as the call that makes it.
+
+    Raises:
+      ValueError: if an argument has a value other than those above, or an option one
+        that :func:`shampoo` does not take.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> tx = so.algoperf_winner(steps=10_000, point=5)
+      >>> params = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
+      >>> updates, _ = tx.update(params, tx.init(params), params)
+      >>> str(tx).count("WarmupCosine(peak=0.001308209823469072, warmup_steps=1000")
+      2
+
+    References:
+      Kasimbeg et al., Accelerating Neural Network Training: An Analysis of the AlgoPerf
+      Competition, 2025, https://arxiv.org/abs/2502.15015.
+
+      The submission, 2024, `shampoo_submission/tuning_search_space.json` of
+      https://github.com/mlcommons/submissions_algorithms.
+    """
+    check_integer("steps", steps, low=20)
+    check_choice("point", point, tuple(range(1, len(POINTS) + 1)))
+    chosen = POINTS[point - 1]
+    steps = round(chosen.steps * steps)
+    b1 = 1 - chosen.one_minus_b1
+    settings = dict(
+        learning_rate=WarmupCosine(
+            chosen.learning_rate, int(chosen.warmup * steps), steps
+        ),
+        b1=b1,
+        b2=1 - chosen.one_minus_b2,
+        eps=1e-8,
+        weight_decay=chosen.weight_decay,
+        relative_eps=0.0,
+        refresh_every=100,
+        graft=chosen.graft,
+        blocking=Blocking(1024),
+    )
+    if b1:
+        settings["b3"] = b1**2
+    if chosen.momentum is not None:
+        settings |= dict(momentum=chosen.momentum, nesterov=True)
+    if chosen.exponent is not None:
+        settings["exponents"] = dict.fromkeys(ORDERS, chosen.exponent)
+    settings |= options
+    no_factors = dict(exponents=dict.fromkeys(ORDERS, 0.0), graft="adam")
+    groups = {
+        TABLE.label: _call(shampoo, **settings | no_factors),
+        "rest": _call(shampoo, **settings),
+    }
+    labels = _Labels(label_by(TABLE, default="rest"), "label_by(TABLE, default='rest')")
+    return _call(partition, groups, labels, name="optax.partition")
+
+
+def llm_pretraining(
+    learning_rate: float,
+    steps: int,
+    b1: ArrayLike = 0.95,
+    b2: ArrayLike = 0.95,
+    weight_decay: ArrayLike = 0.1,
+    *,
+    hidden: Hidden = "shampoo",
+    warmup_steps: int | None = None,
+    max_norm: float = 1.0,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Shampoo or SOAP for the hidden matrices of a language model, AdamW for the rest.
+
+    The groups are those of :data:`RULES`: embeddings and heads are left to AdamW, norms,
+    biases and other vectors to AdamW without decay. The gradient's global norm is
+    clipped, the rate warms up linearly and falls to a tenth as a cosine. Grafting gives
+    both kinds of groups one learning rate.
+
+    Args:
+      learning_rate: the largest rate of all groups, >= 0.
+      steps: the steps of the run, an integer >= 20.
+      b1: decay rate of the filtered gradient. Default 0.95.
+      b2: decay rate of factors and second moments. Default 0.95.
+      weight_decay: decoupled, of matrices. Default 0.1.
+      hidden: `"shampoo"` or `"soap"`. Default `"shampoo"`.
+      warmup_steps: an integer below `steps`; `None` stands for a twentieth. Default
+        `None`.
+      max_norm: the largest global norm of a gradient, > 0. Default 1.
+      options: further arguments of :func:`shampoo` or :func:`soap`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` that prints as the call that makes it.
+
+    Raises:
+      ValueError: if an argument has a value other than those above, or an option one
+        that the method does not take.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> tx = so.llm_pretraining(2e-3, steps=1000)
+      >>> params = {"embed": jnp.ones((9, 4)), "mlp": jnp.ones((4, 4))}
+      >>> updates, _ = tx.update(params, tx.init(params), params)
+      >>> str(tx).splitlines()[:3]
+      ['optax.chain(', '    optax.clip_by_global_norm(max_norm=1.0),', '    optax.partition(']
+
+    References:
+      Vyas et al., SOAP: Improving and Stabilizing Shampoo using Adam, 2024, for both
+      averages, https://arxiv.org/abs/2409.11321.
+
+      Brown et al., Language Models are Few-Shot Learners, 2020, for clipping, decay and
+      the last rate, https://arxiv.org/abs/2005.14165.
+
+      Jordan, Comparison of optimizers on the modded-nanogpt speedrun, 2024, for the
+      groups, https://github.com/KellerJordan/modded-nanogpt.
+    """
+    check_integer("steps", steps, low=20)
+    check_choice("hidden", hidden, get_args(Hidden))
+    check_number("max_norm", max_norm, positive=True)
+    warmup_steps = steps // 20 if warmup_steps is None else warmup_steps
+    schedule = WarmupCosine(learning_rate, warmup_steps, steps, end=0.1)
+    shared = dict(learning_rate=schedule, b1=b1, b2=b2)
+    decayed = shared | dict(weight_decay=weight_decay)
+    method = shampoo if hidden == "shampoo" else soap
+    matrices = _call(method, **decayed | options)
+    adamw = _call(optax.adamw, **decayed, name="optax.adamw")
+    adam = _call(optax.adam, **shared, name="optax.adam")
+    groups = dict.fromkeys(("table", "embedding", "head"), adamw)
+    groups |= dict.fromkeys(("norm", "vector"), adam) | {"matrix": matrices}
+    labels = _Labels(label_by(*RULES), "label_by(*RULES)")
+    return _call(
+        optax.chain,
+        _call(optax.clip_by_global_norm, max_norm=max_norm, name="optax.clip_by_global_norm"),
+        _call(partition, groups, labels, name="optax.partition"),
+        name="optax.chain",
+    )
