@@ -17,6 +17,19 @@ from shampoo_optax._config import Axes, Blocking, Storage
 from shampoo_optax._decay import DecayWeightsState, decay_weights
 from shampoo_optax._describe import Description, describe
 from shampoo_optax._graft import GraftState, graft
+from shampoo_optax._groups import (
+    BIAS,
+    EMBEDDING,
+    HEAD,
+    NORM,
+    RULES,
+    TABLE,
+    VECTOR,
+    Groups,
+    Rule,
+    describe_groups,
+    label_by,
+)
 from shampoo_optax._inverse_free import (
     ScaleByInverseFreeShampooState,
     scale_by_inverse_free_shampoo,
@@ -41,8 +54,20 @@ from shampoo_optax._portable import (
     state_shardings,
     to_portable,
 )
+from shampoo_optax._presets import (
+    WarmupCosine,
+    algoperf_winner,
+    llm_pretraining,
+    replace_adamw,
+    replace_adamw_by_soap,
+    replace_sgd,
+)
 from shampoo_optax._rms import cap_rms, match_rms
 from shampoo_optax._root_free import ScaleByRootFreeRmsState, scale_by_root_free_rms
+from shampoo_optax._row_wise import (
+    ScaleByRowWiseAdagradState,
+    scale_by_row_wise_adagrad,
+)
 from shampoo_optax._shampoo import ScaleByShampooState, scale_by_shampoo
 from shampoo_optax._sign import ScaleBySignDescentState, scale_by_sign_descent
 from shampoo_optax._soap import ScaleBySoapState, scale_by_soap
@@ -55,34 +80,47 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Axes",
+    "BIAS",
     "Blocking",
     "CoupledNewton",
     "DecayWeightsState",
     "Description",
+    "EMBEDDING",
     "Eigendecomposed",
     "Eigh",
     "EighBasis",
     "GraftState",
+    "Groups",
+    "HEAD",
     "HigherOrderNewton",
     "IterateAveragingState",
+    "NORM",
     "NewtonDB",
     "NewtonSchulz",
     "Placement",
     "PseudoInverse",
     "QRBasis",
+    "RULES",
+    "Rule",
     "ScaleByInverseFreeShampooState",
     "ScaleByMomentumState",
     "ScaleByRootFreeRmsState",
+    "ScaleByRowWiseAdagradState",
     "ScaleByShampooState",
     "ScaleBySignDescentState",
     "ScaleBySoapState",
     "ScaleBySpectralDescentState",
     "Storage",
     "Svd",
+    "TABLE",
+    "VECTOR",
+    "WarmupCosine",
     "abstract_state",
+    "algoperf_winner",
     "cap_rms",
     "decay_weights",
     "describe",
+    "describe_groups",
     "eval_params",
     "fill_absent",
     "from_portable",
@@ -90,15 +128,21 @@ __all__ = [
     "inverse_free_shampoo",
     "kl_shampoo",
     "kl_soap",
+    "label_by",
+    "llm_pretraining",
     "match_rms",
     "multi_steps",
     "primal_averaging",
+    "replace_adamw",
+    "replace_adamw_by_soap",
+    "replace_sgd",
     "root_free_rmsprop",
     "scale_by_inverse_free_shampoo",
     "scale_by_kl_shampoo",
     "scale_by_kl_soap",
     "scale_by_momentum",
     "scale_by_root_free_rms",
+    "scale_by_row_wise_adagrad",
     "scale_by_shampoo",
     "scale_by_sign_descent",
     "scale_by_soap",

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -115,10 +116,11 @@ def block_transform(
     def init_fn(params: optax.Params) -> Any:
         leaves, paths = read_params(params)
         owners = owners_of(placement) if leaves else 1
-        plan, _, make, _ = prepare(_structs(leaves), owners)
+        plan, expected, make, _ = prepare(_structs(leaves), owners)
         if layouts_wanted():
             return Layout(method, plan, placement, paths, _structs(leaves))
         check_outside(placement)
+        _warn_if_idle(params, plan, expected, options)
         return make()
 
     def update_fn(
@@ -141,6 +143,34 @@ def block_transform(
         return gradients.rebuild(leaves), method.state(count=count, **fields)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _warn_if_idle(params: Any, plan: Plan, expected: Any, options: Options) -> None:
+    """Warns where nothing is preconditioned, unless `exponents` asks for that."""
+    orders = {len(stack.block) for stack in plan.stacks.values()}
+    if not plan.stacks:
+        idle = not plan.shapes and _is_empty_group(params)
+        message = (
+            "this group of a partition or mask is empty; change the labels or the mask "
+            "(`describe_groups` prints which parameter went where)."
+        )
+    else:
+        asked = not orders.isdisjoint(options.exponents or {})
+        idle = not asked and not jax.tree.leaves(getattr(expected, "factors", orders))
+        message = (
+            f"no axis of the shapes {sorted(set(plan.shapes))} has a factor; change "
+            "`axes`, or leave such parameters to another transform by "
+            "`optax.partition` (`label_by` makes the labels)."
+        )
+    if idle:
+        warnings.warn(f"no parameter is preconditioned: {message}", stacklevel=3)
+
+
+def _is_empty_group(params: Any) -> bool:
+    def masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    return any(map(masked, jax.tree.leaves(params, is_leaf=masked)))
 
 
 def _structs(leaves: list) -> tuple[jax.ShapeDtypeStruct, ...]:
