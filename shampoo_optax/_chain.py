@@ -117,11 +117,11 @@ def descend(
     parts = [direction]
     if rms is not None:
         parts.append(match_rms(rms))
-    if max_rms is not None:
-        parts.append(cap_rms(max_rms))
+    capped = [] if max_rms is None else [cap_rms(max_rms)]
+    parts += capped
     if not is_static(weight_decay, 0):
         parts.insert(0 if decay == "l2" else len(parts), decays)
     if momentum is not None:
-        parts.append(heavy_ball)
+        parts += [heavy_ball, *capped]
     parts += [scale_by_step_size(learning_rate), fill_absent()]
     return place_rest(optax.chain(*parts), placement)
