@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
 
 import shampoo_optax as so
 
@@ -23,12 +24,15 @@ START = {
     "last": {"bias": helpers.normals(2, 6), "kernel": helpers.normals(3, 6, 6)},
 }
 BATCHES = helpers.normal_steps({"inputs": (16, 6), "targets": (16, 6)}, 15)
-# Trees like the parameters, stacks and counters: a state of each kind.
-AVERAGED = optax.chain(
-    so.scale_by_shampoo(refresh_every=4),
-    so.scale_by_momentum(0.5),
-    so.schedule_free(0.05, weight_decay=0.1),
-)
+
+
+def averaged(*sizes):
+    """Trees like the parameters, stacks and counters: a state of each kind."""
+    return optax.chain(
+        so.scale_by_shampoo(refresh_every=4, placement=helpers.placement_of(*sizes)),
+        so.scale_by_momentum(0.5),
+        so.schedule_free(0.05, weight_decay=0.1),
+    )
 
 
 def affine(inputs, kernel, bias):
@@ -207,8 +211,8 @@ FRAMEWORKS = {"linen": with_linen, "nnx": with_nnx, "modules": with_modules}
 
 
 @functools.lru_cache
-def training(name):
-    return (FRAMEWORKS | {"plain": plain})[name](AVERAGED)
+def training(name, *sizes):
+    return (FRAMEWORKS | {"plain": plain})[name](averaged(*sizes))
 
 
 def copies(tree):
@@ -228,50 +232,57 @@ def with_arrays(session, arrays):
 
 
 def is_nnx(session):
-    return isinstance(session[0], nnx.Module) if isinstance(session, tuple) else False
+    return isinstance(session, tuple) and isinstance(session[0], nnx.Module)
 
 
-def started(train):
-    """A session on a device of its choice, where a restored one is, too."""
-    session = train.start(START)
-    return with_arrays(session, jax.device_put(arrays_of(session), jax.devices()[0]))
+def started(name, *sizes):
+    """A session whose arrays have chosen their devices, as restored ones have."""
+    home = jax.devices()[0]
+    if sizes:
+        home = NamedSharding(helpers.mesh_of(*sizes), PartitionSpec())
+
+    def settle(leaf):
+        divided = isinstance(leaf.sharding, NamedSharding)
+        return leaf if divided else jax.device_put(leaf, home)
+
+    session = training(name, *sizes).start(jax.device_put(START, home))
+    return with_arrays(session, jax.tree.map(settle, arrays_of(session)))
+
+
+def train(name, sizes, session, batches):
+    """The session after the last batch, and the parameters after each."""
+    how, found = training(name, *sizes), []
+    for batch in batches:
+        batch = helpers.replicate(batch, helpers.mesh_of(*sizes))
+        session = how.step(session, batch)
+        found.append(copies(how.params(session)))
+    return session, found
 
 
 @functools.lru_cache
-def history(name):
-    """The parameters after each step."""
-    train = training(name)
-    session, found = started(train), []
-    for batch in BATCHES:
-        session = train.step(session, batch)
-        found.append(copies(train.params(session)))
-    return found
+def unbroken(name, *sizes):
+    return train(name, sizes, started(name, *sizes), BATCHES)[1]
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_training_is_that_of_a_plain_loop(name):
-    assert np.any(history("plain")[0][0] != START["first"]["bias"])
-    for got, want in zip(history(name), history("plain"), strict=True):
-        jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert np.any(unbroken("plain")[0][0] != START["first"]["bias"])
+    helpers.assert_equal(unbroken(name), unbroken("plain"))
 
 
+@pytest.mark.parametrize("sizes", [(), (8,)])
 @pytest.mark.parametrize("name", ["linen", "nnx"])
-def test_a_run_goes_on_from_a_checkpoint_within_a_period(name, tmp_path):
-    train = training(name)
-    session = started(train)
-    for batch in BATCHES[:7]:
-        session = train.step(session, batch)
+def test_a_run_goes_on_from_a_checkpoint_within_a_period(name, sizes, tmp_path):
+    wanted = unbroken(name, *sizes)[7:]
+    session, _ = train(name, sizes, started(name, *sizes), BATCHES[:7])
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "run", arrays_of(session))
         checkpointer.wait_until_finished()
-        target = nnx.eval_shape(lambda: arrays_of(train.start(START)))
+        fresh = started(name, *sizes)
+        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, arrays_of(fresh))
         restored = checkpointer.restore(tmp_path / "run", target)
     assert all(leaf.size for leaf in jax.tree.leaves(restored))
-    session = with_arrays(train.start(START), restored)
     with helpers.compilations() as compiled:
-        for batch, want in zip(BATCHES[7:], history(name)[7:], strict=True):
-            session = train.step(session, batch)
-            jax.tree.map(
-                np.testing.assert_array_equal, copies(train.params(session)), want
-            )
+        _, found = train(name, sizes, with_arrays(fresh, restored), BATCHES[7:])
+    helpers.assert_equal(found, wanted)
     assert compiled == [0]

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import helpers
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -120,3 +122,23 @@ def test_head_is_a_title_and_a_sentence():
 def test_names_are_there():
     named = set(re.findall(r"\bso\.([A-Za-z]\w*)", RECIPES))
     assert named and named <= set(so.__all__)
+
+
+@pytest.mark.parametrize("coefficient, nesterov", [(1.0, False), (0.9, True)])
+def test_primal_averaging_is_the_momentum_that_the_text_says(coefficient, nesterov):
+    def path(tx):
+        def step(carry, offset):
+            params, state = carry
+            updates, state = tx.update(jnp.sin(3 * params) + offset, state, params)
+            params = optax.apply_updates(params, updates)
+            return (params, state), params
+
+        start = jnp.array([1.0, -2.0])
+        offsets = jnp.linspace(0, 1, 12)
+        return jax.lax.scan(step, (start, tx.init(start)), offsets)[1]
+
+    averages = so.primal_averaging(
+        0.05, eval_coefficient=0.9, train_coefficient=coefficient
+    )
+    momentum = optax.sgd(0.05 * (1 - 0.9), 0.9, nesterov)
+    np.testing.assert_allclose(path(averages), path(momentum), rtol=1e-5)
