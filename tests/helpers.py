@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 from operator import itemgetter
 
 import jax
@@ -178,6 +179,22 @@ def update_equations(tx, params):
     state = jax.eval_shape(tx.init, params)
     closed = jax.make_jaxpr(tx.update)(params, state, params)
     return list(equations(closed.jaxpr))
+
+
+# ---- documents
+
+
+def blocks_of(text):
+    """The Python code of a document, block by block."""
+    return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+
+
+def run_blocks(text, title):
+    """What the blocks of a document, run in their order, define."""
+    namespace = {}
+    for number, block in enumerate(blocks_of(text)):
+        exec(compile(block, f"{title}, block {number}", "exec"), namespace)
+    return namespace
 
 
 # ---- meshes

@@ -132,11 +132,7 @@ def test_docstring_examples_run(name):
 @functools.lru_cache
 def readme_names() -> dict:
     """What the code of the README, run in its order, defines."""
-    blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
-    namespace = {}
-    for number, block in enumerate(blocks):
-        exec(compile(block, f"README.md, block {number}", "exec"), namespace)
-    return namespace
+    return helpers.run_blocks(README, "README.md")
 
 
 def test_readme_code_runs():
