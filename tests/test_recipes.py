@@ -85,7 +85,15 @@ def evaluated_is_the_mean_of_the_formula(names):
     np.testing.assert_allclose(evaluated, mean, rtol=1e-5, atol=1e-6)
 
 
+def presets_are_what_they_print(names):
+    again = eval(repr(names["tx"]), vars(so) | {"optax": optax})
+    params = helpers.structs({"mlp": (4, 3)})
+    first, second = (jax.eval_shape(tx.init, params) for tx in (names["tx"], again))
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+
+
 CHECKS = {
+    "Presets": presets_are_what_they_print,
     "Flax linen": linen_learned,
     "Flax nnx": nnx_holds_parameters_only,
     "Equinox and other modules": modules_hold_arrays_only,
