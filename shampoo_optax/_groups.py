@@ -28,7 +28,7 @@ class Rule:
       label: the label, a string.
       path: a regular expression that is searched for in the path, whatever the case
         of its letters. Default `None`: any path.
-      orders: a tuple of numbers of dimensions, `(2,)` for matrices. Default `None`: any.
+      orders: a tuple of numbers of dimensions. Default `None`: any.
       side_above: an integer >= 0 that a dimension exceeds. Default `None`: any shape.
       where: a function `(path: str, leaf) -> bool`, which may read the shape and dtype
         of a leaf, but no values: it may be traced. Default `None`: any parameter.
@@ -121,7 +121,7 @@ _HEAD = (
     rf"^(?!.*{_ATTENTION}{_NUMBER}/)"
     rf"(?!.*(?:multi|talking|query|key|kv|{_ATTENTION})_?head{_STOP})"
     rf"(?:.*{_WORD}{_HEAD_NAME}{_STOP}"
-    rf"|(?!.*(?:layers?|blocks?|stacked|mlp|ffn|mixer|(?:^|/)h){_NUMBER}/)"
+    rf"|(?!.*(?:(?:^|/)(?:layers?|h)|blocks?|stacked|mlp|ffn|mixer){_NUMBER}/)"
     rf".*{_WORD}{_OUTPUT_NAME}{_STOP}"
     rf"|(?:params/|model/)*output/[^/]+{_END})"
 )
