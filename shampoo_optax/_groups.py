@@ -106,7 +106,7 @@ _ATTENTION = r"att(?:entio)?n"
 # the Dense layers of an adaptive norm lie deeper.
 _NORM = (
     r"(?:(?<!weight)(?<!weight_)(?<!spectral)(?<!spectral_)norm"
-    r"|(?<![a-z])(?:ln|bn|gn))(?:_?\d+|_[a-z]+)?"
+    r"|(?<![a-z])(?:ln|bn|gn))(?:_?\d+|_(?:f|final|init|in|out|post|pre|proj))?"
     rf"(?:/\d+)?/(?:scale|weight|bias|gamma|beta|offset|[wbg]){_END}"
     rf"|(?:^|/)(?:scale|gamma){_END}"
 )
