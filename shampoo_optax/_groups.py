@@ -112,7 +112,7 @@ _NORM = (
 )
 _HEAD_NAME = (
     r"(?:(?:lm)?head|classifier|readout|un_?embed(?:ding|der)?|embed_out"
-    r"|(?<!pre)(?<!pre_)logits(?:_dense)?)"
+    r"|(?<!pre)(?<!pre_)logits?(?:_?dense)?)"
 )
 _OUTPUT_NAME = r"output_(?:projection|proj|layer|dense|embed(?:ding|dings)?)"
 # Heads of attention are none, nor is what lies inside of an attention module; names of

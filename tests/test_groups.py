@@ -63,6 +63,8 @@ NAMES = {
         params/decoder/logits_dense/kernel
         params/decoder/logits/kernel
         params/to_logits/kernel
+        params/decoder/logitdense/kernel
+        output_proj
         head/kernel/value
         params/head/kernel
         params/Head_0/Dense_0/kernel
@@ -104,6 +106,8 @@ NAMES = {
         params/Transformer/posembed_input/pos_embedding
         tok_emb/weight
         tied_embedding
+        params/shared_embedding/embedding
+        transformer/embedder/input_embedding
         embeddings/word_embeddings/embedding
     """,
     "matrix": """
