@@ -514,6 +514,10 @@ def test_parameters_without_a_factor_are_reported(name):
         init(FACTORED[name](axes=so.Axes(min_order=2)), vectors)
     with pytest.warns(UserWarning, match=IDLE):
         init(FACTORED[name](**narrow), {"a": vectors["a"]})
+    if name in ("shampoo", "KL", "alias"):  # an exponent, but not one of 0
+        with pytest.warns(UserWarning, match=IDLE):
+            kwargs = dict(axes=so.Axes(min_order=2), exponents={1: 0.3})
+            init(FACTORED[name](**kwargs), vectors)
     # These have factors, so that nothing is said, which would be an error.
     init(FACTORED[name](), vectors)
     init(FACTORED[name](axes=so.Axes(min_order=2)), vectors | matrix)
