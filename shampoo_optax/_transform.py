@@ -3,7 +3,7 @@
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -146,8 +146,7 @@ def block_transform(
 
 
 def _warn_if_idle(params: Any, plan: Plan, expected: Any, options: Options) -> None:
-    """Warns where nothing is preconditioned, unless `exponents` asks for that."""
-    orders = {len(stack.block) for stack in plan.stacks.values()}
+    """Warns where nothing is preconditioned, unless `exponents` of 0 ask for that."""
     if not plan.stacks:
         idle = not plan.shapes and _is_empty_group(params)
         message = (
@@ -155,8 +154,9 @@ def _warn_if_idle(params: Any, plan: Plan, expected: Any, options: Options) -> N
             "(`describe_groups` prints which parameter went where)."
         )
     else:
-        asked = not orders.isdisjoint(options.exponents or {})
-        idle = not asked and not jax.tree.leaves(getattr(expected, "factors", orders))
+        asked = any(_leaves_out(options, stack.block) for stack in plan.stacks.values())
+        factors = getattr(expected, "factors", None)
+        idle = factors is not None and not jax.tree.leaves(factors) and not asked
         message = (
             f"no axis of the shapes {sorted(set(plan.shapes))} has a factor; change "
             "`axes`, or leave such parameters to another transform by "
@@ -164,6 +164,12 @@ def _warn_if_idle(params: Any, plan: Plan, expected: Any, options: Options) -> N
         )
     if idle:
         warnings.warn(f"no parameter is preconditioned: {message}", stacklevel=3)
+
+
+def _leaves_out(options: Options, block: tuple[int, ...]) -> bool:
+    """Whether an exponent of 0 is given for an axis of such a block."""
+    override = (options.exponents or {}).get(len(block))
+    return 0 in (override.values() if isinstance(override, Mapping) else [override])
 
 
 def _is_empty_group(params: Any) -> bool:
