@@ -2,8 +2,7 @@
 
 import functools
 import math
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from shampoo_optax._blocking import (
 from shampoo_optax._config import Options
 from shampoo_optax._division import Division, polynomial
 from shampoo_optax._exchange import gather, mean_own_blocks, own_blocks, own_tables
+from shampoo_optax._idle import warn_if_idle
 from shampoo_optax._leaves import read_gradients, read_params
 from shampoo_optax._placement import (
     Placement,
@@ -32,8 +32,7 @@ from shampoo_optax._placement import (
     owners_of,
 )
 from shampoo_optax._stacks import Inputs, Plan, Stack, Stacks
-from shampoo_optax._step import when_due
-from shampoo_optax._trees import next_count
+from shampoo_optax._trees import next_count, when_due
 
 
 class Method(NamedTuple):
@@ -120,7 +119,7 @@ def block_transform(
         if layouts_wanted():
             return Layout(method, plan, placement, paths, _structs(leaves))
         check_outside(placement)
-        _warn_if_idle(params, plan, expected, options)
+        warn_if_idle(params, plan, expected, options)
         return make()
 
     def update_fn(
@@ -143,40 +142,6 @@ def block_transform(
         return gradients.rebuild(leaves), method.state(count=count, **fields)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _warn_if_idle(params: Any, plan: Plan, expected: Any, options: Options) -> None:
-    """Warns where nothing is preconditioned, unless `exponents` of 0 ask for that."""
-    if not plan.stacks:
-        idle = not plan.shapes and _is_empty_group(params)
-        message = (
-            "this group of a partition or mask is empty; change the labels or the mask "
-            "(`describe_groups` prints which parameter went where)."
-        )
-    else:
-        asked = any(_leaves_out(options, stack.block) for stack in plan.stacks.values())
-        factors = getattr(expected, "factors", None)
-        idle = factors is not None and not jax.tree.leaves(factors) and not asked
-        message = (
-            f"no axis of the shapes {sorted(set(plan.shapes))} has a factor; change "
-            "`axes`, or leave such parameters to another transform by "
-            "`optax.partition` (`label_by` makes the labels)."
-        )
-    if idle:
-        warnings.warn(f"no parameter is preconditioned: {message}", stacklevel=3)
-
-
-def _leaves_out(options: Options, block: tuple[int, ...]) -> bool:
-    """Whether an exponent of 0 is given for an axis of such a block."""
-    override = (options.exponents or {}).get(len(block))
-    return 0 in (override.values() if isinstance(override, Mapping) else [override])
-
-
-def _is_empty_group(params: Any) -> bool:
-    def masked(node: Any) -> bool:
-        return isinstance(node, optax.MaskedNode)
-
-    return any(map(masked, jax.tree.leaves(params, is_leaf=masked)))
 
 
 def _structs(leaves: list) -> tuple[jax.ShapeDtypeStruct, ...]:
