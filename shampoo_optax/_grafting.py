@@ -48,20 +48,37 @@ def filter_gradient(
     """
     if not keeps_filtered(options):
         return blocks, filtered
-    b3 = options.b1
-    if options.b3 is not None:
-        b3 = jnp.where(options.b1 == 0, 0, options.b3)
     used, kept = {}, {}
     for name, block in blocks.items():
-        dtype, old = block.dtype, filtered[name]
-        early, late = jnp.asarray(b3, dtype), jnp.asarray(options.b1, dtype)
-        mixed = early * old + jnp.asarray(1 - b3, dtype) * block
+        old = filtered[name]
+        average = mixed = _average(old, block, options.b1)
+        missing = _power(options.b1, count)
+        if options.b3 is not None:
+            b3 = jnp.where(options.b1 == 0, 0, options.b3)
+            mixed = _average(old, block, b3)
+            missing = b3 * _power(options.b1, count - 1)
         if options.bias_correction:
-            mixed = mixed / (1 - early * late ** (count - 1).astype(dtype))
+            mixed = _divide(mixed, 1 - missing, usable[name])
         used[name] = mixed
-        average = late * old + jnp.asarray(1 - options.b1, dtype) * block
         kept[name] = jnp.where(per_slot(usable[name], old), average, old)
     return used, kept
+
+
+def _average(old: jax.Array, new: jax.Array, decay: ArrayLike) -> jax.Array:
+    weight = jnp.asarray(1 - decay, new.dtype)
+    return weight * new + jnp.asarray(decay, new.dtype) * old
+
+
+def _divide(block: jax.Array, number: jax.Array, usable: jax.Array) -> jax.Array:
+    """Usable slots by a number. XLA would multiply by the reciprocal of a scalar."""
+    number = jnp.where(usable, number.astype(block.dtype), 1)
+    return block / per_slot(number, block)
+
+
+def _power(decay: ArrayLike, count: jax.Array) -> jax.Array:
+    """`decay` to the power `count` in the widest float."""
+    decay = jnp.asarray(decay, jnp.result_type(float))
+    return decay ** count.astype(decay.dtype)
 
 
 def accumulate(
@@ -77,7 +94,7 @@ def accumulate(
     """
     keep = jnp.where(usable, jnp.asarray(decay, moment.dtype), 1)
     square = jnp.asarray(weight, moment.dtype) * jnp.square(block)
-    total = per_slot(keep, moment) * moment + square
+    total = square + per_slot(keep, moment) * moment
     return jnp.minimum(total, jnp.finfo(moment.dtype).max)
 
 
@@ -96,7 +113,7 @@ def update_moments(
 
 
 def graft_direction(
-    moments: Stacks, used: Stacks, count: jax.Array, options: Options
+    moments: Stacks, used: Stacks, usable: dict, count: jax.Array, options: Options
 ) -> Stacks:
     r"""The grafted method's own direction, :math:`\tilde G / (\sqrt V + \epsilon_g)`.
 
@@ -112,9 +129,10 @@ def graft_direction(
     def direction(name, gradient):
         dtype, moment = gradient.dtype, moments[name]
         if options.graft == "adam" and not options.graft_drop_weighting:
-            moment = moment / (1 - jnp.asarray(b2, dtype) ** count.astype(dtype))
+            moment = _divide(moment, 1 - _power(b2, count), usable[name])
         scale = jnp.sqrt(moment) + jnp.asarray(options.graft_eps, dtype)
-        return gradient / jnp.where(scale > 0, scale, 1)
+        scale = jnp.where(scale > 0, scale, 1)
+        return gradient / scale if options.graft == "adam" else 1 / scale * gradient
 
     return {name: direction(name, gradient) for name, gradient in used.items()}
 
