@@ -56,9 +56,9 @@ def filter_gradient(
         if options.b3 is not None:
             b3 = jnp.where(options.b1 == 0, 0, options.b3)
             mixed = _average(old, block, b3)
-            missing = b3 * _power(options.b1, count - 1)
+            missing = jnp.asarray(b3, missing.dtype) * _power(options.b1, count - 1)
         if options.bias_correction:
-            mixed = _divide(mixed, 1 - missing, usable[name])
+            mixed = _divide(mixed, 1 - missing)
         used[name] = mixed
         kept[name] = jnp.where(per_slot(usable[name], old), average, old)
     return used, kept
@@ -69,10 +69,9 @@ def _average(old: jax.Array, new: jax.Array, decay: ArrayLike) -> jax.Array:
     return weight * new + jnp.asarray(decay, new.dtype) * old
 
 
-def _divide(block: jax.Array, number: jax.Array, usable: jax.Array) -> jax.Array:
-    """Usable slots by a number. XLA would multiply by the reciprocal of a scalar."""
-    number = jnp.where(usable, number.astype(block.dtype), 1)
-    return block / per_slot(number, block)
+def _divide(block: jax.Array, number: jax.Array) -> jax.Array:
+    """Divides each entry: a single divisor XLA may turn into its reciprocal."""
+    return block / jnp.where(block != 0, number.astype(block.dtype), 1)
 
 
 def _power(decay: ArrayLike, count: jax.Array) -> jax.Array:
@@ -94,7 +93,7 @@ def accumulate(
     """
     keep = jnp.where(usable, jnp.asarray(decay, moment.dtype), 1)
     square = jnp.asarray(weight, moment.dtype) * jnp.square(block)
-    total = square + per_slot(keep, moment) * moment
+    total = per_slot(keep, moment) * moment + square
     return jnp.minimum(total, jnp.finfo(moment.dtype).max)
 
 
@@ -113,12 +112,13 @@ def update_moments(
 
 
 def graft_direction(
-    moments: Stacks, used: Stacks, usable: dict, count: jax.Array, options: Options
+    moments: Stacks, used: Stacks, count: jax.Array, options: Options
 ) -> Stacks:
     r"""The grafted method's own direction, :math:`\tilde G / (\sqrt V + \epsilon_g)`.
 
     Adam divides V by :math:`1 - b_{2g}^t` first; SGD gives the filtered gradient;
-    without grafting there is none.
+    without grafting there is none. Each operation is that of optax, so that the bits
+    are too; there RMSprop multiplies by the reciprocal.
     """
     if options.graft is None:
         return {}
@@ -129,7 +129,7 @@ def graft_direction(
     def direction(name, gradient):
         dtype, moment = gradient.dtype, moments[name]
         if options.graft == "adam" and not options.graft_drop_weighting:
-            moment = _divide(moment, 1 - _power(b2, count), usable[name])
+            moment = _divide(moment, 1 - _power(b2, count))
         scale = jnp.sqrt(moment) + jnp.asarray(options.graft_eps, dtype)
         scale = jnp.where(scale > 0, scale, 1)
         return gradient / scale if options.graft == "adam" else 1 / scale * gradient

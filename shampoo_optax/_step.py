@@ -192,7 +192,7 @@ def finish(
     own = used
     if turned is not None and options.graft is not None:
         own = join(turned.back(split(used, groups, inputs.blocks)), groups)
-    magnitude = graft_direction(moments, own, kept, inputs.count, options)
+    magnitude = graft_direction(moments, own, inputs.count, options)
     used, magnitude, moments, filtered = (
         split(joined, groups, inputs.blocks) if joined else {}
         for joined in (used, magnitude, moments, filtered)
