@@ -190,6 +190,28 @@ def test_example_with_averages(runs, number, name):
     assert_close(evaluated - before[0], mean - before[0])
 
 
+# ---- newer optax
+
+
+def test_rmsprop_before_the_start_is_that_of_optax_bit_for_bit():
+    decay, rate = 0.1, 0.01
+    ours = so.shampoo(
+        rate,
+        b1=0.0,
+        weight_decay=decay,
+        decay="l2",
+        graft="rmsprop",
+        graft_b2=0.9,
+        start=1000,
+    )
+    base = optax.rmsprop(rate, decay=0.9, eps=1e-8, eps_in_sqrt=False)
+    theirs = optax.chain(optax.add_decayed_weights(decay), base)
+    shapes = {"a": (4, 3), "b": (5,), "c": (4, 3)}
+    grads = helpers.normal_steps(shapes, 20)
+    runs = (helpers.trace(tx, grads[0], grads, jit=quick_jit) for tx in (ours, theirs))
+    helpers.assert_equal(*(updates for updates, _ in runs))
+
+
 # ---- optax.contrib.schedule_free
 
 
