@@ -226,6 +226,11 @@ def schedule_free(
     that the mean weighs every iterate by its rate to the power r; the mean stays
     while all rates so far are 0.
 
+    At a constant rate without decay `optax.contrib.schedule_free` is the same. It
+    weighs by the largest rate so far, which it reads one step ahead, so that it parts
+    from the official package, which this follows, where the rate varies. Its decay
+    takes the parameters that are trained, not the fast iterates.
+
     Args:
       learning_rate: a number >= 0, or a schedule that maps the number of steps taken
         to one.
