@@ -17,7 +17,14 @@ from shampoo_optax._checks import (
 )
 from shampoo_optax._config import Stored
 from shampoo_optax._decay import check_decay, decay_rate, rate_at
-from shampoo_optax._trees import advance, next_count, require_params, tree_map, wide
+from shampoo_optax._trees import (
+    advance,
+    next_count,
+    require_params,
+    tree_map,
+    wide,
+    wide_dtype,
+)
 
 
 class ScaleByMomentumState(NamedTuple):
@@ -99,9 +106,10 @@ def scale_by_momentum(
 
     def init_fn(params: optax.Params) -> ScaleByMomentumState:
         def buffer(param):
-            return jnp.zeros(
-                param.shape if param.size else (), dtype or wide(param).dtype
-            )
+            kept = dtype or wide_dtype(param.dtype)
+            if not param.size:
+                return jnp.zeros((), kept)
+            return jnp.zeros_like(param, kept)  # sharded as the parameter
 
         return ScaleByMomentumState(jax.tree.map(buffer, params))
 
@@ -296,7 +304,7 @@ def _iterate_averaging(
             count=jnp.zeros((), jnp.int32),
             fast=jax.tree.map(lambda p: jnp.array(wide(p)), params),
             weight_sum=jnp.zeros((), widest),
-            train_coefficient=jnp.asarray(train_coefficient, widest),
+            train_coefficient=jnp.array(train_coefficient, widest),
         )
 
     def update_fn(
@@ -325,7 +333,7 @@ def _iterate_averaging(
             count=next_count(state.count),
             fast=fast,
             weight_sum=weight_sum,
-            train_coefficient=jnp.asarray(train_coefficient, weight_sum.dtype),
+            train_coefficient=jnp.array(train_coefficient, weight_sum.dtype),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
