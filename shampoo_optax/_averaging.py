@@ -298,11 +298,14 @@ def _iterate_averaging(
     check_number("train_coefficient", train_coefficient, high=1.0, positive=True)
     check_decay(*decays)
 
+    def first(param):  # checkpoints hold no empty arrays
+        return jnp.array(wide(param)) if param.size else jnp.zeros(())
+
     def init_fn(params: optax.Params) -> IterateAveragingState:
         widest = jnp.result_type(float)
         return IterateAveragingState(
             count=jnp.zeros((), jnp.int32),
-            fast=jax.tree.map(lambda p: jnp.array(wide(p)), params),
+            fast=jax.tree.map(first, params),
             weight_sum=jnp.zeros((), widest),
             train_coefficient=jnp.array(train_coefficient, widest),
         )
@@ -325,6 +328,8 @@ def _iterate_averaging(
             return (pull - ahead * rate * wide(update)).astype(update.dtype)
 
         def step(fast, update):
+            if not update.size:
+                return fast
             return (shrink * fast - rate * wide(update)).astype(fast.dtype)
 
         moved = tree_map(move, updates, state.fast, params)
