@@ -19,7 +19,6 @@ from test_acceptance import changed, solution, unstacked
 
 KINDS = ["Auto", "Explicit"]
 kinds = pytest.mark.parametrize("kind", KINDS)
-every = pytest.mark.parametrize("name", names())
 programs = pytest.mark.parametrize("name", names("program"))
 decaying = [n for n in names("program") if acceptance.takes(n, "mask")]
 
@@ -91,7 +90,7 @@ def test_parabola(name, kind):
     np.testing.assert_allclose(found, [1.0, -1.0], rtol=3e-2, atol=3e-2)
 
 
-@every
+@programs
 def test_types_of_the_state(name):
     """C18: those after an update are those of `init`, plain and jitted.
 
