@@ -170,12 +170,13 @@ def starts(name, dtype=jnp.float32):
 
 
 def gradients(name, seed=0, steps=STEPS, dtype=jnp.float32):
-    """A list of random gradients."""
+    """A list of random gradients, the matrices well-conditioned."""
     rng = np.random.default_rng(seed)
-    trees = [
-        jax.tree.map(lambda x: rng.standard_normal(x.shape), STARTS)
-        for _ in range(steps)
-    ]
+
+    def leaf(x):
+        return rng.standard_normal(x.shape) + (3 * np.eye(2) if x.ndim == 2 else 0)
+
+    trees = [jax.tree.map(leaf, STARTS) for _ in range(steps)]
     return [as_parameters(tree, SUBJECTS[name].column, dtype) for tree in trees]
 
 
