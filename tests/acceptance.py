@@ -1,7 +1,7 @@
 """Every public transform, and what the acceptance list needs to know of each.
 
-A newcomer adds a line to `SUBJECTS` and inherits every check of `test_acceptance.py`
-and `test_acceptance_mesh.py`. A check holds for a transform unless its line gives a
+A newcomer adds a line to `SUBJECTS` and inherits every check of `test_acceptance.py`,
+`test_acceptance_state.py` and `test_acceptance_mesh.py`. A check holds for a transform unless its line gives a
 reason why it makes no sense there.
 """
 
@@ -170,11 +170,11 @@ def starts(name, dtype=jnp.float32):
 
 
 def gradients(name, seed=0, steps=STEPS, dtype=jnp.float32):
-    """A list of random gradients, the matrices well-conditioned."""
+    """A list of random gradients, well-conditioned, with means far from 0."""
     rng = np.random.default_rng(seed)
 
     def leaf(x):
-        return rng.standard_normal(x.shape) + (3 * np.eye(2) if x.ndim == 2 else 0)
+        return rng.standard_normal(x.shape) + 3 * (np.eye(2) if x.ndim == 2 else 1)
 
     trees = [jax.tree.map(leaf, STARTS) for _ in range(steps)]
     return [as_parameters(tree, SUBJECTS[name].column, dtype) for tree in trees]
