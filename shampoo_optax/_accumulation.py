@@ -29,7 +29,8 @@ def multi_steps(
       \bar G = \frac1k \sum_{i=1}^k G_i
 
     and `refresh_every` and `start` count steps, not mini-steps. In a loop of your own
-    give `discard` to `tx.update` yourself.
+    give `discard` to `tx.update`, and keep the old state: what has no blocks, such as
+    momentum and schedules, does not know of it.
 
     Args:
       tx: the transform, such as :func:`shampoo` or a chain.
@@ -83,9 +84,12 @@ def multi_steps(
         updates, state = steps.update(
             updates, state, params, discard=early, **extra_args
         )
-        # After a step optax multiplies by 0 what may not be finite.
-        begun = state.mini_step != 0
-        sums = jax.tree.map(lambda leaf: jnp.where(begun, leaf, 0), state.acc_grads)
-        return updates, state._replace(acc_grads=sums)
+        # Where optax multiplies by 0 what may not be finite.
+        sums = _zero_where(state.mini_step == 0, state.acc_grads)
+        return _zero_where(early, updates), state._replace(acc_grads=sums)
 
     return optax.GradientTransformationExtraArgs(steps.init, update_fn)
+
+
+def _zero_where(condition: jax.Array, tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.where(condition, jnp.zeros_like(x), x), tree)

@@ -96,9 +96,9 @@ def shampoo(
         decay; `None` stands for `learning_rate` where that is a Python number. Default
         `None`.
       max_rms: largest root mean square of a parameter's direction, > 0, as in
-        :func:`cap_rms`, before momentum and after it. Default `None`: any.
-      rms: what that of every parameter is made, > 0, as in :func:`match_rms`. Default
-        `None`: it is left as it is.
+        :func:`cap_rms`, before decay and momentum. Default `None`: any.
+      rms: what that of every parameter is made, > 0, as in :func:`match_rms`, before
+        decay and momentum. Default `None`: it is left as it is.
       trace_scaling: the a >= 0 of :math:`L_k / c` times :math:`\mathrm{tr}(L_k /
         c)^{-a}`, which takes its place in the root. Default 0.
       root: how inverse roots are computed, an :class:`Eigh`, :class:`PseudoInverse`,
@@ -240,8 +240,8 @@ def soap(
         `None`.
       max_rms: largest root mean square of a parameter's direction, > 0, as in
         :func:`cap_rms`. Default `None`: any.
-      rms: what that of every parameter is made, > 0, as in :func:`match_rms`. Default
-        `None`: it is left as it is.
+      rms: what that of every parameter is made, > 0, as in :func:`match_rms`, before
+        decay and momentum. Default `None`: it is left as it is.
       ignored_axes: axes that are not rotated and have no factor, by the order of a
         block, `{order: axes}`. Default `None`: none are ignored.
       form: `"official"` or `"paper"`, as in :func:`scale_by_soap`. Default

@@ -117,11 +117,11 @@ def descend(
     parts = [direction]
     if rms is not None:
         parts.append(match_rms(rms))
-    capped = [] if max_rms is None else [cap_rms(max_rms)]
-    parts += capped
+    if max_rms is not None:
+        parts.append(cap_rms(max_rms))
     if not is_static(weight_decay, 0):
         parts.insert(0 if decay == "l2" else len(parts), decays)
     if momentum is not None:
-        parts += [heavy_ball, *capped]
+        parts.append(heavy_ball)
     parts += [scale_by_step_size(learning_rate), fill_absent()]
     return place_rest(optax.chain(*parts), placement)

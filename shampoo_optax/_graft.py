@@ -39,8 +39,9 @@ def graft(
     .. math:: U = D\, \|M\| / (\|D\| + 10^{-16})
 
     as the `graft` of :func:`scale_by_shampoo` does for its blocks. Both transforms are
-    given the same gradients. Where D or M is not finite U is 0; absent gradients
-    (`None`) stay so.
+    given the same gradients. Where D or M is not finite U is 0, which it stays where
+    one of them, as `optax.scale_by_adam`, keeps a NaN: put `optax.apply_if_finite`
+    around it. Absent gradients (`None`) stay so.
 
     Args:
       direction: an optax transform, such as `scale_by_shampoo(graft=None)`.

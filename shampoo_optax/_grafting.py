@@ -117,8 +117,8 @@ def graft_direction(
     r"""The grafted method's own direction, :math:`\tilde G / (\sqrt V + \epsilon_g)`.
 
     Adam divides V by :math:`1 - b_{2g}^t` first; SGD gives the filtered gradient;
-    without grafting there is none. Each operation is that of optax, so that the bits
-    are too; there RMSprop multiplies by the reciprocal.
+    without grafting there is none. The operations are those of optax in their order,
+    and where none are fused the bits are too; RMSprop multiplies by the reciprocal.
     """
     if options.graft is None:
         return {}

@@ -105,29 +105,26 @@ _ATTENTION = r"att(?:entio)?n"
 # A part such as LayerNorm_0, input_layernorm, norm1, ln_f or bn_init, and a leaf in it;
 # the Dense layers of an adaptive norm lie deeper.
 _NORM = (
-    r"(?:(?<!weight)(?<!weight_)(?<!spectral)(?<!spectral_)norm"
-    r"|(?<![a-z])(?:ln|bn|gn))(?:_?\d+|_(?:f|final|init|in|out|post|pre|proj))?"
-    rf"(?:/\d+)?/(?:scale|weight|bias|gamma|beta|offset|[wbg]){_END}"
+    r"(?:norm|(?<![a-z])(?:ln|bn|gn))(?:_?\d+|_(?:f|final|init|proj))?"
+    rf"(?:/\d+)?/(?:scale|weight|bias|gamma|beta|offset|[wb]){_END}"
     rf"|(?:^|/)(?:scale|gamma){_END}"
 )
 _HEAD_NAME = (
-    r"(?:(?:lm)?head|classifier|readout|un_?embed(?:ding|der)?|embed_out"
-    r"|(?<!pre)(?<!pre_)logits?(?:_?dense)?)"
+    r"(?:(?:lm)?head|classifier|readout|un_?embed(?:ding)?|embed_out"
+    r"|(?<!pre_)logits?(?:_?dense)?)"
 )
-_OUTPUT_NAME = r"output_(?:projection|proj|layer|dense|embed(?:ding|dings)?)"
+_OUTPUT_NAME = r"output_(?:projection|proj|layer)"
 # Heads of attention are none, nor is what lies inside of an attention module; names of
 # outputs, which hidden layers have too, count outside of repeated layers only.
 _HEAD = (
-    rf"^(?!.*{_ATTENTION}{_NUMBER}/)"
-    rf"(?!.*(?:multi|talking|query|key|kv|{_ATTENTION})_?head{_STOP})"
+    rf"^(?!.*{_ATTENTION}{_NUMBER}/)(?!.*(?:multi|{_ATTENTION})_?head{_STOP})"
     rf"(?:.*{_WORD}{_HEAD_NAME}{_STOP}"
-    rf"|(?!.*(?:(?:^|/)(?:layers?|h)|blocks?|stacked|mlp|ffn|mixer){_NUMBER}/)"
-    rf".*{_WORD}{_OUTPUT_NAME}{_STOP}"
+    rf"|(?!.*(?:(?:^|/)(?:layers?|h)|blocks?){_NUMBER}/).*{_WORD}{_OUTPUT_NAME}{_STOP}"
     rf"|(?:params/|model/)*output/[^/]+{_END})"
 )
 # A kernel multiplies its input, as those of patches and time steps do; it is no table.
 _EMBEDDING = (
-    rf"^(?!.*/(?:kernel|w){_END})(?!.*patch)"
+    rf"^(?!.*/kernel{_END})(?!.*patch)"
     rf".*{_WORD}(?:(?:pos_?)?emb(?:ed(?:s|ding|dings|der)?)?|wte|wpe)(?![a-z])"
 )
 

@@ -21,7 +21,7 @@ from shampoo_optax._schedules import WarmupCosine
 Hidden = Literal["shampoo", "soap"]
 
 # `optax.partition` is the newer name of `optax.multi_transform`.
-partition = getattr(optax, "partition", optax.multi_transform)
+partition = getattr(optax, "partition", None) or optax.multi_transform
 
 
 class _Labels(NamedTuple):
@@ -39,6 +39,7 @@ def replace_adamw(
     b1: ArrayLike = 0.9,
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
+    *,
     weight_decay: ArrayLike = 1e-4,
     options: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -79,6 +80,7 @@ def replace_adamw(
       Shi et al., PyTorch Distributed Shampoo, 2023, examples 2 and 4 of its README,
       https://github.com/facebookresearch/optimizers.
     """
+    check_number("eps", eps)
     settings = dict(
         learning_rate=learning_rate,
         b1=b1,
@@ -95,6 +97,7 @@ def replace_sgd(
     learning_rate: ScalarOrSchedule,
     momentum: ArrayLike | None = 0.9,
     nesterov: bool = False,
+    *,
     weight_decay: ArrayLike = 0.0,
     options: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -154,6 +157,7 @@ def replace_adamw_by_soap(
     b1: ArrayLike = 0.9,
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
+    *,
     weight_decay: ArrayLike = 1e-4,
     options: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -335,16 +339,16 @@ def llm_pretraining(
     r"""Shampoo or SOAP for the hidden matrices of a language model, AdamW for the rest.
 
     The groups are those of :data:`RULES`: embeddings and heads are left to AdamW,
-    norms, biases and other vectors to Adam. The gradient's global norm is
-    clipped, the rate warms up linearly and falls to a tenth as a cosine. Grafting gives
-    both kinds of groups one learning rate.
+    norms, biases and other vectors to Adam. The gradient's global norm is clipped, the
+    rate warms up linearly and falls to a tenth as a cosine. All groups have one rate:
+    grafting, or SOAP's moments, give matrices Adam's step size.
 
     Args:
       learning_rate: the largest rate of all groups, >= 0.
       steps: the steps of the run, an integer >= 20.
       b1: decay rate of the filtered gradient. Default 0.95.
       b2: decay rate of factors and second moments. Default 0.95.
-      weight_decay: decoupled, of matrices. Default 0.1.
+      weight_decay: decoupled, of all but norms and vectors. Default 0.1.
       hidden: `"shampoo"` or `"soap"`. Default `"shampoo"`.
       warmup_steps: an integer below `steps`; `None` stands for a twentieth. Default
         `None`.
@@ -380,10 +384,16 @@ def llm_pretraining(
       Jordan, Comparison of optimizers on the modded-nanogpt speedrun, 2024, for the
       groups, https://github.com/KellerJordan/modded-nanogpt.
     """
+    check_number("learning_rate", learning_rate)
     check_integer("steps", steps, low=20)
     check_choice("hidden", hidden, get_args(Hidden))
     check_number("max_norm", max_norm, positive=True)
     warmup_steps = steps // 20 if warmup_steps is None else warmup_steps
+    check_integer("warmup_steps", warmup_steps, low=0)
+    if warmup_steps >= steps:
+        raise ValueError(
+            f"`warmup_steps` must be below the {steps} steps, got {warmup_steps}."
+        )
     schedule = WarmupCosine(learning_rate, warmup_steps, steps, end=0.1)
     shared = dict(learning_rate=schedule, b1=b1, b2=b2)
     decayed = shared | dict(weight_decay=weight_decay)

@@ -12,21 +12,19 @@ WIDTH = 88
 class Preset(optax.GradientTransformationExtraArgs):
     """A transform that prints as the call that makes it."""
 
-    def __new__(cls, tx: optax.GradientTransformation, text: str):
-        """Takes both functions of the transform."""
-        self = super().__new__(cls, *optax.with_extra_args_support(tx))
-        self.text = text
-        return self
+    text = ""
 
     def __repr__(self) -> str:
-        return self.text
+        return self.text or super().__repr__()
 
 
 def call(function: Callable, *args: Any, name: str = "", **kwargs: Any) -> Preset:
     """What a function makes of its arguments, and how the call is written."""
     name = name or function.__name__
     shown = [*map(_shown, args), *(f"{k}={_shown(v)}" for k, v in kwargs.items())]
-    return Preset(function(*args, **kwargs), _lines(f"{name}(", shown, ")"))
+    preset = Preset(*optax.with_extra_args_support(function(*args, **kwargs)))
+    preset.text = _lines(f"{name}(", shown, ")")
+    return preset
 
 
 def _shown(value: Any) -> str:

@@ -21,10 +21,10 @@ def cap_rms(max_rms: ArrayLike) -> optax.GradientTransformationExtraArgs:
       U \leftarrow U \min(1, r_{max} / \mathrm{rms}(U)), \qquad
       \mathrm{rms}(U) = \|U\| / \sqrt n
 
-    for each parameter of n entries. After a direction and before the step size, one
-    gradient that is far larger than those before moves no parameter further than
-    :math:`r_{max}` times the learning rate. The norm of all parameters together is
-    clipped by `optax.clip_by_global_norm`.
+    for each parameter of n entries. After a direction, one gradient that is far larger
+    than those before moves no parameter further than :math:`r_{max}` times the learning
+    rate; momentum behind it adds up what it is given. The norm of all parameters
+    together is clipped by `optax.clip_by_global_norm`.
 
     Args:
       max_rms: :math:`r_{max} > 0`.
@@ -58,8 +58,9 @@ def match_rms(rms: ArrayLike = 0.2) -> optax.GradientTransformationExtraArgs:
     .. math:: U \leftarrow U\, r / \mathrm{rms}(U)
 
     for each parameter, in place of factors that depend on its shape. The default is
-    about what AdamW's updates have, so that its learning rate and decay can be kept. An
-    update of 0 stays 0.
+    about what AdamW's updates have, so that its learning rate and decay can be kept.
+    Put it behind momentum, or let that be part of the direction (`b1`). An update of 0
+    stays 0.
 
     Args:
       rms: r > 0. Default 0.2.

@@ -82,8 +82,11 @@ def scale_by_row_wise_adagrad(
 
     def init_fn(params: optax.Params) -> ScaleByRowWiseAdagradState:
         def accumulator(param):
-            rows = param.shape[:1] if param.size else ()
-            return jnp.full(rows, initial, wide_dtype(param.dtype))
+            dtype = wide_dtype(param.dtype)
+            if not param.size:  # checkpoints hold no empty arrays
+                return jnp.full((), initial, dtype)
+            whole = jnp.zeros_like(param, dtype)  # its rows are sharded as these
+            return jnp.max(whole, axis=tuple(range(1, param.ndim))) + initial
 
         return ScaleByRowWiseAdagradState(jax.tree.map(accumulator, params))
 
@@ -96,7 +99,7 @@ def scale_by_row_wise_adagrad(
         del params, extra_args
 
         def accumulate(held, update):
-            if not update.size:  # checkpoints hold no empty arrays
+            if not update.size:
                 return held
             total = (held + _mean_squares(update)).astype(held.dtype)
             return jnp.where(jnp.isfinite(total), total, held)

@@ -42,6 +42,7 @@ CHECKS = {
     "flatten": "`optax.flatten`",
     "inject": "all numbers may be arrays in the state",
     "mirror": "`copies` arrays of the state mirror each parameter",
+    "types": "on an Explicit mesh the state has the types of the parameters",
     "wide": "C21, C23: no array of less than the parameter's bits, none that is empty",
     "program": "what is checked on a compiled program, on a mesh or none",
 }
@@ -53,8 +54,8 @@ ALONE = dict(batch_size=1.0)
 
 COUNTS_NOTHING = {"count": "counts no steps"}
 UNGUARDED = {"guard": "passes on what it is given, as optax's own do"}
-ENTRYWISE = UNGUARDED
 FIRST_VALUES = {"abstract init": "starts from the values of the parameters"}
+OF_ONE_DEVICE = {"types": "what is inside has a placement of its own, here none"}
 COUNTS_OFTEN = {"count": "so do the transforms that it is a chain of"}
 OF_ALIAS = {"program": "its alias runs it, a chain of it with a step size"}
 
@@ -150,11 +151,9 @@ SUBJECTS = {
     "multi_steps": Subject(
         so.multi_steps,
         dict(every=1),
-        dict(tx=so.scale_by_momentum(0.9)),
-        rate=1e-3,
-        copies=2,
-        no_sense=UNGUARDED
-        | COUNTS_NOTHING
+        dict(tx=so.scale_by_shampoo(**RIDGE)),
+        copies=1,
+        no_sense=OF_ONE_DEVICE
         | {"wide": "optax sums in float32, and for an empty parameter too"},
     ),
     # presets

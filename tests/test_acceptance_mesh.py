@@ -11,15 +11,24 @@ import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from acceptance import build, gradients, names, one_round, starts
+from acceptance import build, gradients, mesh_of, names, one_round, starts
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_acceptance import changed, solution, unstacked
 
+import shampoo_optax as so
+
 KINDS = ["Auto", "Explicit"]
 kinds = pytest.mark.parametrize("kind", KINDS)
 programs = pytest.mark.parametrize("name", names("program"))
+
+
+def is_placed(name):
+    return acceptance.takes(name, "placement")
+
+
 decaying = [n for n in names("program") if acceptance.takes(n, "mask")]
 
 
@@ -90,18 +99,52 @@ def test_parabola(name, kind):
     np.testing.assert_allclose(found, [1.0, -1.0], rtol=3e-2, atol=3e-2)
 
 
-@programs
-def test_types_of_the_state(name):
+@kinds
+@pytest.mark.parametrize("name", [n for n in names("program") if is_placed(n)])
+def test_composed(name, kind):
+    """C22, C24: accumulated, guarded, chained, partitioned, masked and flattened."""
+
+    def composed(kind):
+        def part():
+            return build(name, kind, **given)
+
+        groups = {
+            "one": optax.masked(
+                part(), lambda tree: jax.tree.map(lambda _: True, tree)
+            ),
+            "other": part() if "flatten" in subject.no_sense else optax.flatten(part()),
+        }
+        labels = {"matrix": "one", "mixed": "other", "parabola": "one"}
+        tx = optax.chain(
+            helpers.partition(groups, labels | {"rosenbrock": "other"}),
+            optax.scale(0.5),
+        )
+        return so.multi_steps(optax.apply_if_finite(tx, 5), 2)
+
+    subject = acceptance.SUBJECTS[name]
+    given = dict(learning_rate=0.1) if acceptance.needs(name, "learning_rate") else {}
+    steps = gradients(name)
+    want, _ = helpers.scanned(composed(None), steps)
+    got, _ = helpers.scanned(composed(kind), helpers.replicate(steps, mesh_of(kind)))
+    assert helpers.worst_of_steps(jax.device_get(got), want) <= 1e-6
+    for even in (0, 2):
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(got[even]))
+        assert all(np.any(leaf) for leaf in jax.tree.leaves(got[even + 1]))
+
+
+@pytest.mark.parametrize("axes", [(None, "x"), ("x", None)], ids=str)
+@pytest.mark.parametrize("name", [n for n in names("types") if n in names("program")])
+def test_types_of_the_state(name, axes):
     """C18: those after an update are those of `init`, plain and jitted.
 
-    As optax's sharding test: float16, divided along the second dimension.
+    As optax's sharding test: float16, divided along one dimension.
     """
     mesh = acceptance.mesh_of("Explicit")
     tx = build(name, "Explicit")
     with helpers.set_mesh(mesh):
         column = acceptance.SUBJECTS[name].column
-        zeros = jnp.zeros((2, 8) if column else (2, 8, 4), jnp.float16)
-        params = jax.sharding.reshard(zeros, NamedSharding(mesh, P(None, "x")))
+        zeros = jnp.zeros((8, 8) if column else (8, 8, 4), jnp.float16)
+        params = jax.sharding.reshard(zeros, NamedSharding(mesh, P(*axes)))
         state = tx.init(params)
         updates, after = tx.update(params, state, params)
         types = jax.tree.map(jax.typeof, state)

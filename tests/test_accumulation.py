@@ -1,5 +1,7 @@
 """Accumulated gradients (C22): calls whose result is discarded do no work on roots."""
 
+import re
+
 import helpers
 import jax
 import jax.numpy as jnp
@@ -83,7 +85,10 @@ def test_the_number_of_mini_steps_may_follow_a_schedule():
     steps = mini_steps(5)
     params = helpers.zeros_like(steps[0])
     tx = so.scale_by_shampoo(refresh_every=1, **WELL)
-    every = lambda step: jnp.where(step == 0, 1, 2)  # noqa: E731
+
+    def every(step):
+        return jnp.where(step == 0, 1, 2)
+
     got, _ = helpers.trace(so.multi_steps(tx, every), params, steps)
     pairs = [
         steps[0],
@@ -154,6 +159,26 @@ def test_no_collective_depends_on_the_flag():
     }
     assert not any(name.startswith("cond") for name in inside["all_gather"])
     assert sum(name.startswith("cond") for name in inside["eigh"]) >= 2
+
+
+def test_accumulation_compiles_to_no_collective_in_a_branch():
+    """What optax puts in a branch that is never left out is compiled away."""
+    tx = so.multi_steps(so.scale_by_shampoo(placement=helpers.placement_of(8)), 2)
+    params = helpers.replicate({"w": jnp.ones((6, 4))}, helpers.mesh_of(8))
+    lowered = jax.jit(tx.update).lower(params, tx.init(params))
+    text = lowered.compile().as_text()
+    (entry,) = re.findall(r"^ENTRY .*?^}", text, re.M | re.S)
+    assert text.count(" all-gather(") == entry.count(" all-gather(") >= 1
+
+
+def test_a_mini_step_that_is_not_finite_spoils_one_step():
+    """Its updates are 0 until the step ends; the next step is as if it had not been."""
+    tx = so.multi_steps(optax.sgd(1.0), 2)
+    good, bad = jnp.ones(3), jnp.full(3, jnp.nan)
+    updates, _ = helpers.trace(tx, good, [bad, good, good, good])
+    np.testing.assert_array_equal(updates[0], np.zeros(3))
+    assert np.isnan(updates[1]).all()
+    np.testing.assert_array_equal(updates[3], -np.ones(3))
 
 
 @pytest.mark.parametrize(

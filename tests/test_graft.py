@@ -111,7 +111,7 @@ def test_extra_arguments_reach_both():
             seen.append((name, extra))
             return updates, state
 
-        init = lambda params: optax.EmptyState()  # noqa: E731
+        init = optax.identity().init
         return optax.GradientTransformationExtraArgs(init, update)
 
     tx = so.graft(noting("direction"), noting("magnitude"))

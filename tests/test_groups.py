@@ -49,6 +49,11 @@ NAMES = {
         params/GroupNorm_0/scale
         layers/norm/0/gamma
         params/ls1/gamma
+        params/gn1/scale
+        transformer/norm_final/scale
+        net/~/layer_norm/offset
+        encoder/LayerNorm_2/beta
+        blocks/norm/w
     """,
     "vector": """
         params/MultiHeadDotProductAttention_0/query/bias
@@ -86,6 +91,8 @@ NAMES = {
         output/weight
         params/output/kernel
         params/token_head/embedding
+        model/output/kernel
+        head/kernel/raw_value
     """,
     "embedding": """
         params/Embed_0/embedding
@@ -150,8 +157,6 @@ NAMES = {
         params/abnormal/weight
         params/norm1/linear/kernel
         params/AdaLayerNorm_0/Dense_0/kernel
-        params/weight_norm/weight
-        params/SpectralNorm/weight
         transformer/layernorm_qkv/weight
         params/outputs/kernel
         params/bias_net/kernel

@@ -1,5 +1,7 @@
 """Presets: their settings, what they print, and that it makes the same transform."""
 
+import copy
+
 import helpers
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,8 @@ from shampoo_optax._presets import POINTS
 NAMES = vars(so) | {"optax": optax}
 SHAPES = {"embed": (9, 4), "mlp": (4, 5), "norm_scale": (5,), "bias": (4,)}
 PRESETS = {
-    "replace_adamw": lambda: so.replace_adamw(1e-3, 0.95, 0.98, 1e-7, 0.1),
-    "replace_sgd": lambda: so.replace_sgd(0.1, 0.8, True, 1e-3),
+    "replace_adamw": lambda: so.replace_adamw(1e-3, 0.95, 0.98, 1e-7),
+    "replace_sgd": lambda: so.replace_sgd(0.1, 0.8, True, weight_decay=1e-3),
     "replace_adamw_by_soap": lambda: so.replace_adamw_by_soap(3e-3, b1=0.95, b2=0.95),
     "llm_pretraining": lambda: so.llm_pretraining(2e-3, 100, hidden="soap"),
 } | {
@@ -72,6 +74,14 @@ def test_settings_of_the_submission():
     decays = [0.0812162, 0.000197166, 6.40424e-05, 0.00040350, 0.163753]
     np.testing.assert_allclose([p.learning_rate for p in POINTS], rates, rtol=1e-4)
     np.testing.assert_allclose([p.weight_decay for p in POINTS], decays, rtol=1e-4)
+    firsts = [0.0673393, 0.0253375, 1.0, 0.0166107, 0.0268666]
+    seconds = [0.00448403, 0.0250802, 0.00237017, 0.00588822, 0.00187671]
+    np.testing.assert_allclose([p.one_minus_b1 for p in POINTS], firsts, rtol=1e-4)
+    np.testing.assert_allclose([p.one_minus_b2 for p in POINTS], seconds, rtol=1e-4)
+    assert [p.warmup for p in POINTS] == [0.02, 0.05, 0.02, 0.02, 0.1]
+    assert [p.steps for p in POINTS] == [1.0, 0.6, 1.0, 1.0, 1.0]
+    momenta = [p.momentum for p in POINTS if p.momentum is not None]
+    np.testing.assert_allclose(momenta, [0.968498, 0.5], rtol=1e-5)
     shown = {point: str(so.algoperf_winner(1000, point)) for point in range(1, 6)}
     for point, text in shown.items():
         assert text.count("refresh_every=100") == 2
@@ -93,6 +103,14 @@ def test_tables_of_the_submission_are_left_to_adam():
         if "factors" in jax.tree_util.keystr(path)
     }
     assert sides == {4, 3}
+
+
+def test_a_preset_is_a_pair_like_any_other():
+    """It can be copied, mapped over and replaced; what it prints is lost at most."""
+    tx = so.replace_adamw(1e-3)
+    for again in (copy.copy(tx), copy.deepcopy(tx), tx._replace(init=tx.init)):
+        assert isinstance(repr(again), str) and tuple(again) == tuple(tx)
+    assert tuple(jax.tree.map(lambda f: f, tx)) == tuple(tx)
 
 
 def test_options_are_passed_on():
@@ -130,6 +148,9 @@ BAD = [
     ("point", lambda: so.algoperf_winner(100, point=6)),
     ("steps", lambda: so.llm_pretraining(1e-3, 0)),
     ("hidden", lambda: so.llm_pretraining(1e-3, 100, hidden="muon")),
+    ("learning_rate", lambda: so.llm_pretraining(-1.0, 100)),
+    ("warmup_steps", lambda: so.llm_pretraining(1e-3, 100, warmup_steps=100)),
+    ("eps", lambda: so.replace_adamw(1e-3, eps=-1.0)),
     ("max_norm", lambda: so.llm_pretraining(1e-3, 100, max_norm=0.0)),
     ("b1", lambda: so.replace_adamw(1e-3, b1=2.0)),
     ("momentum", lambda: so.replace_sgd(0.1, momentum=-1)),
