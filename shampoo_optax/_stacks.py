@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from shampoo_optax._batch import View
+
 Stacks = dict[str, jax.Array]  # {stack: [n, *block]}
 AxisStacks = dict[str, dict[str, jax.Array]]  # {stack: {axis: [n, d, d]}}
 
@@ -39,9 +41,13 @@ class Piece(NamedTuple):
 
 
 class Region(NamedTuple):
-    """The equal blocks that tile one box of a merged parameter, row-major."""
+    """The equal blocks that tile one box of a merged parameter, row-major.
+
+    Where axes of the parameter are batch, that is one box of each of its slices.
+    """
 
     leaf: int
+    slices: int  # of the parameter, each with such a box
     start: tuple[int, ...]
     grid: tuple[int, ...]  # number of blocks along each axis
     block: tuple[int, ...]
@@ -56,7 +62,7 @@ class Region(NamedTuple):
 
     @property
     def size(self) -> int:
-        return math.prod(self.grid)
+        return self.slices * math.prod(self.grid)
 
     @property
     def stacked(self) -> tuple[int, ...]:
@@ -71,7 +77,8 @@ class Plan(NamedTuple):
     """
 
     shapes: tuple[tuple[int, ...], ...]  # of the parameters
-    merged: tuple[tuple[int, ...], ...]
+    views: tuple[View, ...]  # of the parameters as slices
+    merged: tuple[tuple[int, ...], ...]  # shapes of a slice
     regions: tuple[Region, ...]
     stacks: dict[str, Stack]
     owners: int
