@@ -1,14 +1,14 @@
 """Batch axes: dimensions along which a parameter is many parameters."""
 
-import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
+
+from shampoo_optax._stacks import View, whole_view
 
 
 @dataclass(frozen=True)
@@ -118,43 +118,6 @@ def checked_batch(batch: Any) -> Batch | Rules | Chooser | None:
             "`batch` must be axes, a Batch, a mapping from regular expressions to "
             f"these, or a function of a path and an array, got {batch!r}."
         ) from None
-
-
-class View(NamedTuple):
-    """A parameter as its slices: reshaped, its batch axes in front."""
-
-    shape: tuple[int, ...]  # with two axes for each that is split
-    order: tuple[int, ...]  # of these axes
-    batch: int  # how many of them are batch
-
-    @property
-    def moved(self) -> tuple[int, ...]:
-        return tuple(self.shape[axis] for axis in self.order)
-
-    @property
-    def slices(self) -> int:
-        return math.prod(self.moved[: self.batch])
-
-    @property
-    def rest(self) -> tuple[int, ...]:
-        """The shape of a slice."""
-        return self.moved[self.batch :]
-
-
-def whole_view(shape: Sequence[int]) -> View:
-    """A parameter as the one slice that it is."""
-    return View(tuple(shape), tuple(range(len(shape))), 0)
-
-
-def slices_of(leaf: jax.Array, view: View) -> jax.Array:
-    """The slices of a parameter, `[*batch, *rest]`."""
-    return leaf.reshape(view.shape).transpose(view.order)
-
-
-def from_slices(slices: jax.Array, view: View, shape: Sequence[int]) -> jax.Array:
-    """The parameter that has these slices, in whatever shape they are."""
-    back = tuple(map(int, np.argsort(view.order)))
-    return slices.reshape(view.moved).transpose(back).reshape(shape)
 
 
 def views_of(

@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shampoo_optax._batch import View, from_slices, slices_of, whole_view
 from shampoo_optax._config import Blocking
 from shampoo_optax._division import UNDIVIDED, Division, deal
-from shampoo_optax._stacks import Piece, Plan, Region, Stack, Stacks
+from shampoo_optax._stacks import Piece, Plan, Region, Stack, Stacks, View, whole_view
 from shampoo_optax._trees import narrow, wide_dtype
 
 
@@ -164,6 +163,17 @@ def _take(free: deque[Piece], wanted: int) -> Iterator[Piece]:
             free.appendleft(Piece(piece.stack, piece.slot + size, piece.size - size))
 
 
+def _slices_of(leaf: jax.Array, view: View) -> jax.Array:
+    """The slices of a parameter, `[*batch, *rest]`."""
+    return leaf.reshape(view.shape).transpose(view.order)
+
+
+def _from_slices(slices: jax.Array, view: View, shape: Sequence[int]) -> jax.Array:
+    """The parameter that has these slices, in whatever shape they are."""
+    back = tuple(map(int, np.argsort(view.order)))
+    return slices.reshape(view.moved).transpose(back).reshape(shape)
+
+
 def _cut_region(leaf: jax.Array, region: Region) -> jax.Array:
     """One box of merged slices as a stack: `[1, 4, 6]` in `[2, 3]` is `[4, 2, 3]`."""
     order = len(region.block)
@@ -189,7 +199,7 @@ def cut(plan: Plan, leaves: Sequence[jax.Array | None]) -> Stacks:
         if leaf is None:
             blocks = jnp.zeros((region.size, *region.stacked))
         else:
-            slices = slices_of(leaf, plan.views[region.leaf])
+            slices = _slices_of(leaf, plan.views[region.leaf])
             merged = (region.slices, *plan.merged[region.leaf])
             blocks = _cut_region(slices.reshape(merged), region)
         start = 0
@@ -285,7 +295,7 @@ def paste(plan: Plan, stacks: Stacks, like: Sequence[jax.Array | None]) -> list:
     ):
         if leaf is not None and parts:
             counts = [len(set(along)) for along in zip(*origin, strict=True)]
-            whole = from_slices(_join(parts, counts), view, shape)
+            whole = _from_slices(_join(parts, counts), view, shape)
             leaf = narrow(whole, leaf.dtype)
         leaves.append(leaf)
     return leaves

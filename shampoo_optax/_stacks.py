@@ -2,14 +2,13 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-
-from shampoo_optax._batch import View
 
 Stacks = dict[str, jax.Array]  # {stack: [n, *block]}
 AxisStacks = dict[str, dict[str, jax.Array]]  # {stack: {axis: [n, d, d]}}
@@ -38,6 +37,32 @@ class Piece(NamedTuple):
     @property
     def slots(self) -> slice:
         return slice(self.slot, self.slot + self.size)
+
+
+class View(NamedTuple):
+    """A parameter as its slices: reshaped, its batch axes in front."""
+
+    shape: tuple[int, ...]  # with two axes for each that is split
+    order: tuple[int, ...]  # of these axes
+    batch: int  # how many of them are batch
+
+    @property
+    def moved(self) -> tuple[int, ...]:
+        return tuple(self.shape[axis] for axis in self.order)
+
+    @property
+    def slices(self) -> int:
+        return math.prod(self.moved[: self.batch])
+
+    @property
+    def rest(self) -> tuple[int, ...]:
+        """The shape of a slice."""
+        return self.moved[self.batch :]
+
+
+def whole_view(shape: Sequence[int]) -> View:
+    """A parameter as the one slice that it is."""
+    return View(tuple(shape), tuple(range(len(shape))), 0)
 
 
 class Region(NamedTuple):

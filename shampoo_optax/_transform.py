@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shampoo_optax._batch import View, views_of
+from shampoo_optax._batch import views_of
 from shampoo_optax._blocking import (
     cut,
     paste,
@@ -32,7 +32,7 @@ from shampoo_optax._placement import (
     on_shares,
     owners_of,
 )
-from shampoo_optax._stacks import Inputs, Plan, Stack, Stacks
+from shampoo_optax._stacks import Inputs, Plan, Stack, Stacks, View
 from shampoo_optax._step import when_due
 from shampoo_optax._trees import next_count
 
