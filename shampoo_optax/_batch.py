@@ -102,6 +102,11 @@ def _as_batch(value: Any) -> Batch | None:
     return Batch(value)
 
 
+def _checked_rule(path: str, value: Any) -> tuple[str, Batch | None]:
+    re.compile(path, re.IGNORECASE)
+    return path, _as_batch(value)
+
+
 def checked_batch(batch: Any) -> Batch | Rules | Chooser | None:
     """The `batch` of a `Blocking`, in the form in which it is kept."""
     if batch is None or callable(batch):
@@ -109,10 +114,8 @@ def checked_batch(batch: Any) -> Batch | Rules | Chooser | None:
     try:
         if isinstance(batch, Batch) or _is_axes(batch):
             return _as_batch(batch)
-        rules = dict(batch)
-        for path in rules:
-            re.compile(path, re.IGNORECASE)
-        return tuple((path, _as_batch(one)) for path, one in rules.items())
+        rules = batch.items() if isinstance(batch, Mapping) else batch
+        return tuple(_checked_rule(*rule) for rule in rules)
     except (TypeError, re.error):
         raise ValueError(
             "`batch` must be axes, a Batch, a mapping from regular expressions to "
