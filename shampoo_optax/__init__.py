@@ -56,7 +56,6 @@ from shampoo_optax._portable import (
     to_portable,
 )
 from shampoo_optax._presets import (
-    WarmupCosine,
     algoperf_winner,
     llm_pretraining,
     replace_adamw,
@@ -69,6 +68,7 @@ from shampoo_optax._row_wise import (
     ScaleByRowWiseAdagradState,
     scale_by_row_wise_adagrad,
 )
+from shampoo_optax._schedules import WarmupCosine
 from shampoo_optax._shampoo import ScaleByShampooState, scale_by_shampoo
 from shampoo_optax._sign import ScaleBySignDescentState, scale_by_sign_descent
 from shampoo_optax._soap import ScaleBySoapState, scale_by_soap

@@ -17,7 +17,14 @@ from shampoo_optax._checks import (
 )
 from shampoo_optax._config import Stored
 from shampoo_optax._decay import check_decay, decay_rate, rate_at
-from shampoo_optax._trees import advance, next_count, require_params, tree_map, wide
+from shampoo_optax._trees import (
+    advance,
+    next_count,
+    require_params,
+    tree_map,
+    wide,
+    wide_dtype,
+)
 
 
 class ScaleByMomentumState(NamedTuple):
@@ -99,9 +106,10 @@ def scale_by_momentum(
 
     def init_fn(params: optax.Params) -> ScaleByMomentumState:
         def buffer(param):
-            return jnp.zeros(
-                param.shape if param.size else (), dtype or wide(param).dtype
-            )
+            kept = dtype or wide_dtype(param.dtype)
+            if not param.size:
+                return jnp.zeros((), kept)
+            return jnp.zeros_like(param, kept)  # sharded as the parameter
 
         return ScaleByMomentumState(jax.tree.map(buffer, params))
 
@@ -226,6 +234,11 @@ def schedule_free(
     that the mean weighs every iterate by its rate to the power r; the mean stays
     while all rates so far are 0.
 
+    At a constant rate without decay `optax.contrib.schedule_free` is the same. It
+    weighs by the largest rate so far, which it reads one step ahead, so that it parts
+    from the official package, which this follows, where the rate varies. Its decay
+    takes the parameters that are trained, not the fast iterates.
+
     Args:
       learning_rate: a number >= 0, or a schedule that maps the number of steps taken
         to one.
@@ -290,13 +303,16 @@ def _iterate_averaging(
     check_number("train_coefficient", train_coefficient, high=1.0, positive=True)
     check_decay(*decays)
 
+    def first(param):  # checkpoints hold no empty arrays
+        return jnp.array(wide(param)) if param.size else jnp.zeros(())
+
     def init_fn(params: optax.Params) -> IterateAveragingState:
         widest = jnp.result_type(float)
         return IterateAveragingState(
             count=jnp.zeros((), jnp.int32),
-            fast=jax.tree.map(lambda p: jnp.array(wide(p)), params),
+            fast=jax.tree.map(first, params),
             weight_sum=jnp.zeros((), widest),
-            train_coefficient=jnp.asarray(train_coefficient, widest),
+            train_coefficient=jnp.array(train_coefficient, widest),
         )
 
     def update_fn(
@@ -317,6 +333,8 @@ def _iterate_averaging(
             return (pull - ahead * rate * wide(update)).astype(update.dtype)
 
         def step(fast, update):
+            if not update.size:
+                return fast
             return (shrink * fast - rate * wide(update)).astype(fast.dtype)
 
         moved = tree_map(move, updates, state.fast, params)
@@ -325,7 +343,7 @@ def _iterate_averaging(
             count=next_count(state.count),
             fast=fast,
             weight_sum=weight_sum,
-            train_coefficient=jnp.asarray(train_coefficient, weight_sum.dtype),
+            train_coefficient=jnp.array(train_coefficient, weight_sum.dtype),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -178,7 +178,7 @@ def describe(
       work of a device        a step   a refresh
       statistics          4.30 GFLOP
       application         4.30 GFLOP
-      entrywise           50.4 MFLOP
+      entrywise           51.4 MFLOP
       refresh                         6.50 GFLOP
       decompositions                  90.2 GFLOP
       all-gather (bytes)    16.0 MiB

@@ -48,20 +48,36 @@ def filter_gradient(
     """
     if not keeps_filtered(options):
         return blocks, filtered
-    b3 = options.b1
-    if options.b3 is not None:
-        b3 = jnp.where(options.b1 == 0, 0, options.b3)
     used, kept = {}, {}
     for name, block in blocks.items():
-        dtype, old = block.dtype, filtered[name]
-        early, late = jnp.asarray(b3, dtype), jnp.asarray(options.b1, dtype)
-        mixed = early * old + jnp.asarray(1 - b3, dtype) * block
+        old = filtered[name]
+        average = mixed = _average(old, block, options.b1)
+        missing = _power(options.b1, count)
+        if options.b3 is not None:
+            b3 = jnp.where(options.b1 == 0, 0, options.b3)
+            mixed = _average(old, block, b3)
+            missing = jnp.asarray(b3, missing.dtype) * _power(options.b1, count - 1)
         if options.bias_correction:
-            mixed = mixed / (1 - early * late ** (count - 1).astype(dtype))
+            mixed = _divide(mixed, 1 - missing)
         used[name] = mixed
-        average = late * old + jnp.asarray(1 - options.b1, dtype) * block
         kept[name] = jnp.where(per_slot(usable[name], old), average, old)
     return used, kept
+
+
+def _average(old: jax.Array, new: jax.Array, decay: ArrayLike) -> jax.Array:
+    weight = jnp.asarray(1 - decay, new.dtype)
+    return weight * new + jnp.asarray(decay, new.dtype) * old
+
+
+def _divide(block: jax.Array, number: jax.Array) -> jax.Array:
+    """Divides each entry: a single divisor XLA may turn into its reciprocal."""
+    return block / jnp.where(block != 0, number.astype(block.dtype), 1)
+
+
+def _power(decay: ArrayLike, count: jax.Array) -> jax.Array:
+    """`decay` to the power `count` in the widest float."""
+    decay = jnp.asarray(decay, jnp.result_type(float))
+    return decay ** count.astype(decay.dtype)
 
 
 def accumulate(
@@ -101,7 +117,8 @@ def graft_direction(
     r"""The grafted method's own direction, :math:`\tilde G / (\sqrt V + \epsilon_g)`.
 
     Adam divides V by :math:`1 - b_{2g}^t` first; SGD gives the filtered gradient;
-    without grafting there is none.
+    without grafting there is none. Each operation is that of optax, so that the bits
+    are too; there RMSprop multiplies by the reciprocal.
     """
     if options.graft is None:
         return {}
@@ -112,9 +129,10 @@ def graft_direction(
     def direction(name, gradient):
         dtype, moment = gradient.dtype, moments[name]
         if options.graft == "adam" and not options.graft_drop_weighting:
-            moment = moment / (1 - jnp.asarray(b2, dtype) ** count.astype(dtype))
+            moment = _divide(moment, 1 - _power(b2, count))
         scale = jnp.sqrt(moment) + jnp.asarray(options.graft_eps, dtype)
-        return gradient / jnp.where(scale > 0, scale, 1)
+        scale = jnp.where(scale > 0, scale, 1)
+        return gradient / scale if options.graft == "adam" else 1 / scale * gradient
 
     return {name: direction(name, gradient) for name, gradient in used.items()}
 

@@ -28,7 +28,7 @@ class Rule:
       label: the label, a string.
       path: a regular expression that is searched for in the path, whatever the case
         of its letters. Default `None`: any path.
-      orders: a tuple of numbers of dimensions, `(2,)` for matrices. Default `None`: any.
+      orders: a tuple of numbers of dimensions. Default `None`: any.
       side_above: an integer >= 0 that a dimension exceeds. Default `None`: any shape.
       where: a function `(path: str, leaf) -> bool`, which may read the shape and dtype
         of a leaf, but no values: it may be traced. Default `None`: any parameter.
@@ -106,13 +106,13 @@ _ATTENTION = r"att(?:entio)?n"
 # the Dense layers of an adaptive norm lie deeper.
 _NORM = (
     r"(?:(?<!weight)(?<!weight_)(?<!spectral)(?<!spectral_)norm"
-    r"|(?<![a-z])(?:ln|bn|gn))(?:_?\d+|_[a-z]+)?"
+    r"|(?<![a-z])(?:ln|bn|gn))(?:_?\d+|_(?:f|final|init|in|out|post|pre|proj))?"
     rf"(?:/\d+)?/(?:scale|weight|bias|gamma|beta|offset|[wbg]){_END}"
     rf"|(?:^|/)(?:scale|gamma){_END}"
 )
 _HEAD_NAME = (
     r"(?:(?:lm)?head|classifier|readout|un_?embed(?:ding|der)?|embed_out"
-    r"|(?<!pre)(?<!pre_)logits(?:_dense)?)"
+    r"|(?<!pre)(?<!pre_)logits?(?:_?dense)?)"
 )
 _OUTPUT_NAME = r"output_(?:projection|proj|layer|dense|embed(?:ding|dings)?)"
 # Heads of attention are none, nor is what lies inside of an attention module; names of
@@ -121,7 +121,7 @@ _HEAD = (
     rf"^(?!.*{_ATTENTION}{_NUMBER}/)"
     rf"(?!.*(?:multi|talking|query|key|kv|{_ATTENTION})_?head{_STOP})"
     rf"(?:.*{_WORD}{_HEAD_NAME}{_STOP}"
-    rf"|(?!.*(?:layers?|blocks?|stacked|mlp|ffn|mixer|(?:^|/)h){_NUMBER}/)"
+    rf"|(?!.*(?:(?:^|/)(?:layers?|h)|blocks?|stacked|mlp|ffn|mixer){_NUMBER}/)"
     rf".*{_WORD}{_OUTPUT_NAME}{_STOP}"
     rf"|(?:params/|model/)*output/[^/]+{_END})"
 )

@@ -17,9 +17,10 @@ from shampoo_optax._factors import apply_along, gram, squares_along
 from shampoo_optax._grafting import norms
 from shampoo_optax._placement import Placement
 from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, contract, per_slot
-from shampoo_optax._step import Step, begin, count_slots, finish, plain_fields, when_due
+from shampoo_optax._step import Step, begin, count_slots, finish, plain_fields
 from shampoo_optax._storage import identities, is_diagonal
 from shampoo_optax._transform import Method, block_transform
+from shampoo_optax._trees import when_due
 
 Structure = Literal["dense", "diagonal"]
 Computed = Literal["float32", "bfloat16"]

@@ -1,11 +1,8 @@
 """Presets: settings that others have published, as functions of a few numbers."""
 
-import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-import jax
 import optax
 from jax.typing import ArrayLike
 
@@ -18,47 +15,13 @@ from shampoo_optax._checks import (
 )
 from shampoo_optax._config import Blocking
 from shampoo_optax._groups import RULES, TABLE, label_by
+from shampoo_optax._printed import call
+from shampoo_optax._schedules import WarmupCosine
 
 Hidden = Literal["shampoo", "soap"]
 
-WIDTH = 88
 # `optax.partition` is the newer name of `optax.multi_transform`.
 partition = getattr(optax, "partition", optax.multi_transform)
-
-
-class Preset(optax.GradientTransformationExtraArgs):
-    """A transform that prints as the call that makes it."""
-
-    def __new__(cls, tx: optax.GradientTransformation, text: str):
-        """Takes both functions of the transform."""
-        self = super().__new__(cls, *optax.with_extra_args_support(tx))
-        self.text = text
-        return self
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-def _call(function: Callable, *args: Any, name: str = "", **kwargs: Any) -> Preset:
-    """What a function makes of its arguments, and how the call is written."""
-    name = name or function.__name__
-    shown = [*map(_shown, args), *(f"{k}={_shown(v)}" for k, v in kwargs.items())]
-    return Preset(function(*args, **kwargs), _lines(f"{name}(", shown, ")"))
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return _lines("{", [f"{k!r}: {_shown(v)}" for k, v in value.items()], "}")
-    return getattr(value, "shown", None) or repr(value)
-
-
-def _lines(head: str, parts: list[str], tail: str) -> str:
-    """One line where there is room, else a line for each part."""
-    line = head + ", ".join(parts) + tail
-    if len(line) <= WIDTH and "\n" not in line:
-        return line
-    body = textwrap.indent("".join(f"{part},\n" for part in parts), "    ")
-    return f"{head}\n{body}{tail}"
 
 
 class _Labels(NamedTuple):
@@ -69,57 +32,6 @@ class _Labels(NamedTuple):
 
     def __call__(self, params: Any) -> Any:
         return self.label(params)
-
-
-@dataclass(frozen=True)
-class WarmupCosine:
-    r"""A learning rate that rises linearly, falls as a cosine, and prints.
-
-    That of `optax.warmup_cosine_decay_schedule` from 0,
-
-    .. math::
-      \eta_t = \eta \,(e + (1 - e) \tfrac12 (1 + \cos(\pi (t - w) / (n - w))))
-
-    after :math:`w` steps of warm-up.
-
-    Args:
-      peak: the largest rate :math:`\eta \ge 0`.
-      warmup_steps: w >= 0.
-      steps: n > w, after which the rate stays.
-      end: the last rate e, in units of the largest, in [0, 1]. Default 0.
-
-    Raises:
-      ValueError: if an argument has a value other than those above.
-
-    Examples:
-      >>> import shampoo_optax as so
-      >>> schedule = so.WarmupCosine(0.1, warmup_steps=2, steps=10)
-      >>> [round(float(schedule(t)), 3) for t in (0, 1, 2, 6, 10)]
-      [0.0, 0.05, 0.1, 0.05, 0.0]
-    """
-
-    peak: float
-    warmup_steps: int
-    steps: int
-    end: float = 0.0
-
-    def __post_init__(self):
-        check_number("peak", self.peak)
-        check_integer("warmup_steps", self.warmup_steps, low=0)
-        check_integer("steps", self.steps)
-        check_number("end", self.end, high=1.0)
-        if self.steps <= self.warmup_steps:
-            raise ValueError(
-                f"`steps` must be above the {self.warmup_steps} steps of warm-up, "
-                f"got {self.steps}."
-            )
-
-    def __call__(self, count: ArrayLike) -> jax.Array:
-        """The rate after so many steps."""
-        rate = optax.warmup_cosine_decay_schedule(
-            0.0, self.peak, self.warmup_steps, self.steps, self.end * self.peak
-        )
-        return rate(count)
 
 
 def replace_adamw(
@@ -175,7 +87,7 @@ def replace_adamw(
         graft_b2=b2,
         graft_eps=eps,
     )
-    return _call(shampoo, **settings | options)
+    return call(shampoo, **settings | options)
 
 
 def replace_sgd(
@@ -232,7 +144,7 @@ def replace_sgd(
         nesterov=nesterov,
         decay="l2",
     )
-    return _call(shampoo, **settings | options)
+    return call(shampoo, **settings | options)
 
 
 def replace_adamw_by_soap(
@@ -274,7 +186,7 @@ def replace_adamw_by_soap(
     settings = dict(
         learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay
     )
-    return _call(soap, **settings | options)
+    return call(soap, **settings | options)
 
 
 class _Point(NamedTuple):
@@ -397,11 +309,11 @@ def algoperf_winner(
     settings |= options
     no_factors = dict(exponents=dict.fromkeys(ORDERS, 0.0), graft="adam")
     groups = {
-        TABLE.label: _call(shampoo, **settings | no_factors),
-        "rest": _call(shampoo, **settings),
+        TABLE.label: call(shampoo, **settings | no_factors),
+        "rest": call(shampoo, **settings),
     }
     labels = _Labels(label_by(TABLE, default="rest"), "label_by(TABLE, default='rest')")
-    return _call(partition, groups, labels, name="optax.partition")
+    return call(partition, groups, labels, name="optax.partition")
 
 
 def llm_pretraining(
@@ -471,19 +383,19 @@ def llm_pretraining(
     shared = dict(learning_rate=schedule, b1=b1, b2=b2)
     decayed = shared | dict(weight_decay=weight_decay)
     method = shampoo if hidden == "shampoo" else soap
-    matrices = _call(method, **decayed | options)
-    adamw = _call(optax.adamw, **decayed, name="optax.adamw")
-    adam = _call(optax.adam, **shared, name="optax.adam")
+    matrices = call(method, **decayed | options)
+    adamw = call(optax.adamw, **decayed, name="optax.adamw")
+    adam = call(optax.adam, **shared, name="optax.adam")
     groups = dict.fromkeys(("table", "embedding", "head"), adamw)
     groups |= dict.fromkeys(("norm", "vector"), adam) | {"matrix": matrices}
     labels = _Labels(label_by(*RULES), "label_by(*RULES)")
-    return _call(
+    return call(
         optax.chain,
-        _call(
+        call(
             optax.clip_by_global_norm,
             max_norm=max_norm,
             name="optax.clip_by_global_norm",
         ),
-        _call(partition, groups, labels, name="optax.partition"),
+        call(partition, groups, labels, name="optax.partition"),
         name="optax.chain",
     )

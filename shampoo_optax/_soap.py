@@ -43,9 +43,9 @@ from shampoo_optax._step import (
     factored_fields,
     finish,
     refresh_if_due,
-    when_due,
 )
 from shampoo_optax._transform import Method, block_transform
+from shampoo_optax._trees import when_due
 
 Form = Literal["official", "paper"]
 IgnoredAxes = Mapping[int, Sequence[int]]

@@ -40,6 +40,7 @@ from shampoo_optax._stacks import (
     per_slot,
     split,
 )
+from shampoo_optax._trees import when_due
 
 
 class Step(NamedTuple):
@@ -125,13 +126,6 @@ def _entries_of(usable: dict, blocks: Stacks, groups: dict) -> dict[str, jax.Arr
         for name, slots in usable.items()
     }
     return join(masks, groups)
-
-
-def when_due(due: jax.Array, recompute: Callable, *held: Any) -> tuple:
-    """What `recompute` makes of the values held, or these; no compilation eagerly."""
-    if isinstance(due, jax.core.Tracer):
-        return jax.lax.cond(due, recompute, lambda *kept: kept, *held)
-    return recompute(*held) if due else held
 
 
 def refresh_if_due(

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from shampoo_optax._blocking import (
 from shampoo_optax._config import Options
 from shampoo_optax._division import Division, polynomial
 from shampoo_optax._exchange import gather, mean_own_blocks, own_blocks, own_tables
+from shampoo_optax._idle import warn_if_idle
 from shampoo_optax._leaves import read_gradients, read_params
 from shampoo_optax._placement import (
     Placement,
@@ -33,8 +33,7 @@ from shampoo_optax._placement import (
     owners_of,
 )
 from shampoo_optax._stacks import Inputs, Plan, Stack, Stacks, View
-from shampoo_optax._step import when_due
-from shampoo_optax._trees import next_count
+from shampoo_optax._trees import next_count, when_due
 
 
 class Method(NamedTuple):
@@ -127,7 +126,7 @@ def block_transform(
             names = tuple(map(jax.tree_util.keystr, paths))
             return Layout(method, plan, placement, names, _structs(leaves))
         check_outside(placement)
-        _warn_if_idle(params, plan, expected, options)
+        warn_if_idle(params, plan, expected, options)
         return make()
 
     def update_fn(
@@ -149,34 +148,6 @@ def block_transform(
         return gradients.rebuild(leaves), method.state(count=count, **fields)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _warn_if_idle(params: Any, plan: Plan, expected: Any, options: Options) -> None:
-    """Warns where nothing is preconditioned, unless `exponents` asks for that."""
-    orders = {len(stack.block) for stack in plan.stacks.values()}
-    if not plan.stacks:
-        idle = not plan.shapes and _is_empty_group(params)
-        message = (
-            "this group of a partition or mask is empty; change the labels or the mask "
-            "(`describe_groups` prints which parameter went where)."
-        )
-    else:
-        asked = not orders.isdisjoint(options.exponents or {})
-        idle = not asked and not jax.tree.leaves(getattr(expected, "factors", orders))
-        message = (
-            f"no axis of the shapes {sorted(set(plan.shapes))} has a factor; change "
-            "`axes`, or leave such parameters to another transform by "
-            "`optax.partition` (`label_by` makes the labels)."
-        )
-    if idle:
-        warnings.warn(f"no parameter is preconditioned: {message}", stacklevel=3)
-
-
-def _is_empty_group(params: Any) -> bool:
-    def masked(node: Any) -> bool:
-        return isinstance(node, optax.MaskedNode)
-
-    return any(map(masked, jax.tree.leaves(params, is_leaf=masked)))
 
 
 def _structs(leaves: list) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -1,5 +1,6 @@
 """Trees of updates, parameters and buffers, leaf by leaf."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,6 +39,13 @@ def advance(function, buffers: Any, updates: optax.Updates) -> Any:
 def next_count(count: jax.Array) -> jax.Array:
     """The count of one more step; it stays at the largest int32."""
     return count + (count < jnp.iinfo(count.dtype).max).astype(count.dtype)
+
+
+def when_due(due: jax.Array, recompute: Callable, *held: Any) -> tuple:
+    """What `recompute` makes of the values held, or these; no compilation eagerly."""
+    if isinstance(due, jax.core.Tracer):
+        return jax.lax.cond(due, recompute, lambda *kept: kept, *held)
+    return recompute(*held) if due else held
 
 
 def wide_dtype(dtype: Any) -> np.dtype:

@@ -57,20 +57,6 @@ def test_plain_eager_steps_agree_with_jitted_ones(name):
         assert helpers.worst(one, other) <= 1e-5
 
 
-@names
-def test_state_keeps_its_types(name):
-    params = {key: jnp.ones(shape) for key, shape in MIXED.items()}
-    tx = TRANSFORMS[name](graft="adam")
-    before = tx.init(params)
-    _, after = jax.jit(tx.update)(params, before, params)
-
-    def kinds(state):
-        return jax.tree.map(lambda x: (x.shape, x.dtype, x.aval.weak_type), state)
-
-    assert kinds(after) == kinds(before)
-    assert not any(x.aval.weak_type for x in jax.tree.leaves(before))
-
-
 # ---- C13: program size
 
 
@@ -117,84 +103,6 @@ def test_compiled_program_hardly_grows(name):
 
 
 # ---- C21: dtypes
-
-DTYPES = [
-    (jnp.bfloat16, jnp.bfloat16),
-    (jnp.bfloat16, jnp.float32),
-    (jnp.float32, jnp.bfloat16),
-    (jnp.float16, jnp.float16),
-    (jnp.float32, jnp.float32),
-]
-pairs = pytest.mark.parametrize(
-    "of_params, of_grads", DTYPES, ids=lambda d: jnp.dtype(d).name
-)
-VARIANTS = [
-    ("shampoo", dict()),
-    ("shampoo", dict(weight_decay=0.1, decay="l2")),
-    ("shampoo", dict(weight_decay=0.1, momentum=0.9, nesterov=True)),
-    ("soap", dict()),
-    ("soap", dict(weight_decay=0.1)),
-]
-
-
-def assert_dtypes_hold(tx, params, grads, wanted, widest):
-    """Three steps inside a `cond` whose other branch skips the step."""
-
-    @jax.jit
-    def step(pred, grads, state, params):
-        def update():
-            return tx.update(grads, state, params)
-
-        def skip():
-            return helpers.zeros_like(grads), state
-
-        return jax.lax.cond(pred, update, skip)
-
-    state = tx.init(params)
-    for taken in (True, False, True):
-        updates, state = step(taken, grads, state, params)
-        assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(wanted)}
-        assert any(np.any(x) for x in jax.tree.leaves(updates)) == taken
-        helpers.assert_finite((updates, state))
-    for leaf in jax.tree.leaves(helpers.field(state, "factors")):
-        assert leaf.dtype == widest
-    for leaf in jax.tree.leaves(helpers.field(state, "graft_moments")):
-        assert leaf.dtype == widest
-    reports = helpers.field(state, "residuals")
-    assert {leaf.dtype for leaf in reports.values()} == {jnp.dtype(jnp.float32)}
-    state = optax.tree_utils.tree_set(state, residuals={})
-    floats = {
-        leaf.dtype
-        for leaf in jax.tree.leaves(state)
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-    }
-    assert floats <= {jnp.dtype(widest), params["w"].dtype, grads["w"].dtype}
-    integers = {leaf.dtype for leaf in jax.tree.leaves(state)} - floats
-    assert integers == {jnp.dtype(jnp.int32)}
-
-
-def params_and_grads(of_params, of_grads):
-    shapes = {"w": (6, 4), "b": (5,), "s": ()}
-    params = {k: helpers.normals(1, *s, dtype=of_params) for k, s in shapes.items()}
-    grads = {k: helpers.normals(2, *s, dtype=of_grads) for k, s in shapes.items()}
-    return params, grads
-
-
-@pairs
-@pytest.mark.parametrize("alias, kwargs", VARIANTS, ids=str)
-def test_update_has_the_dtype_of_the_gradient(alias, kwargs, of_params, of_grads):
-    params, grads = params_and_grads(of_params, of_grads)
-    tx = ALIASES[alias](0.1, refresh_every=2, **kwargs)
-    assert_dtypes_hold(tx, params, grads, of_grads, jnp.float32)
-
-
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-@pytest.mark.parametrize("alias", ALIASES)
-def test_nothing_is_promoted_under_x64(x64, alias, double):
-    dtype = jnp.float64 if double else jnp.float32
-    params, grads = params_and_grads(dtype, dtype)
-    tx = ALIASES[alias](0.1, refresh_every=2, weight_decay=0.1)
-    assert_dtypes_hold(tx, params, grads, dtype, dtype)
 
 
 def test_stack_of_float64_blocks_is_named_so(x64):
@@ -288,46 +196,6 @@ def test_trees_with_nothing_to_precondition(name, params):
         updates, state = jax.jit(tx.update)(params, state, params)
         helpers.assert_equal(updates, params)
         assert int(state.count) == t
-
-
-@names
-def test_masked(name):
-    params = odd_params()
-    params.pop("tall")
-    chosen = {key: key in ("kernel", "row") for key in params}
-    # Factors of full rank at the first refresh, so that last bits stay last bits.
-    bare = TRANSFORMS[name](refresh_every=8, blocking=so.Blocking(8))
-    tx = optax.masked(bare, chosen)
-    update = jax.jit(tx.update)
-    steps = helpers.normal_steps({key: x.shape for key, x in params.items()}, 10)
-    alone = [{key: step[key] for key in ("kernel", "row")} for step in steps]
-    wanted, inner = helpers.trace(bare, alone[0], alone)
-    state = tx.init(params)
-    for grads, want in zip(steps, wanted, strict=True):
-        updates, state = update(grads, state, params)
-        for key, gradient in grads.items():
-            right = want[key] if chosen[key] else gradient
-            assert helpers.worst(updates[key], right) <= 1e-5
-    held = [x.shape for x in jax.tree.leaves(state)]
-    assert held == [x.shape for x in jax.tree.leaves(inner[-1])]
-
-
-@names
-def test_frozen_group_holds_nothing(name):
-    params = {"live": jnp.ones((6, 4)), "ice": jnp.ones((9, 9)), "also": jnp.ones(3)}
-    labels = {"live": "train", "ice": "freeze", "also": "train"}
-    tx = TRANSFORMS[name](refresh_every=2)
-    groups = {"train": tx, "freeze": optax.set_to_zero()}
-    whole = helpers.partition(groups, labels)
-    grads = jax.tree.map(lambda x: 2 * x, params)
-    updates, states = helpers.trace(whole, params, 3 * [grads])
-    alone = {key: grads[key] for key in ("live", "also")}
-    wanted, inner = helpers.trace(tx, alone, 3 * [alone])
-    for got, want in zip(updates, wanted, strict=True):
-        assert not np.any(got["ice"])
-        helpers.assert_equal({key: got[key] for key in want}, want)
-    held = [x.shape for x in jax.tree.leaves(states[-1])]
-    assert held == [x.shape for x in jax.tree.leaves(inner[-1])]
 
 
 @jax.tree_util.register_pytree_with_keys_class

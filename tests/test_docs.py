@@ -38,7 +38,8 @@ TRANSFORMS = {
 PLUMBING = {"fill_absent"}
 # What is put together with a method, or stands for one under another name.
 PARTS = {"fill_absent", "decay_weights", "momentum", "root_free_rms"}
-PARTS |= {"row_wise_adagrad"}
+PARTS |= {"row_wise_adagrad", "graft", "cap_rms", "match_rms", "multi_steps"}
+PARTS |= {"replace_adamw_by_soap", "llm_pretraining"}
 MODULES = [
     f"shampoo_optax.{info.name}"
     for info in pkgutil.walk_packages(so.__path__)

@@ -109,7 +109,7 @@ def test_nothing_to_divide_needs_no_shard_map():
         so.scale_by_shampoo(placement=so.Placement(axes="x")),
         so.scale_by_shampoo(),
     )
-    assert_equal(tx.init(optax.MaskedNode()), alone.init({}))
+    assert_equal(tx.init(()), alone.init({}))
     assert_equal(tx.update({}, tx.init({})), alone.update({}, alone.init({})))
 
 

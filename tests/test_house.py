@@ -161,7 +161,7 @@ def test_imports_are_shallow_and_without_cycles():
             (1 + depth(other, (*above, name)) for other in graph[name]), default=0
         )
 
-    assert {name: depth(name) for name in graph if depth(name) > 6} == {}
+    assert {name: depth(name) for name in graph if depth(name) > 7} == {}
 
 
 def test_no_import_inside_a_function():

@@ -261,23 +261,6 @@ def test_one_compilation(run, kind, init):
     assert int(helpers.field(state[0] if run != "nesterov" else state[1], "count")) == 7
 
 
-def test_changing_arguments_compile_once():
-    """`optax.inject_hyperparams` turns numbers into arrays in the state."""
-    mesh = mesh_of(8)
-    tx = optax.inject_hyperparams(so.shampoo)(
-        learning_rate=schedule, refresh_every=2, placement=so.Placement(mesh)
-    )
-    grads = [replicate(g, mesh) for g in helpers.normal_steps(SHAPES, 5)]
-    state, update, counts = jax.jit(tx.init)(grads[0]), jax.jit(tx.update), []
-    for number, grad in enumerate(grads):
-        if number == 3:
-            state.hyperparams["b2"] = state.hyperparams["b2"] * 0.9
-        with helpers.compilations() as found:
-            _, state = jax.block_until_ready(update(grad, state, grads[0]))
-        counts += found
-    assert counts == [1, 0, 0, 0, 0]
-
-
 # ---- composition
 
 
@@ -322,23 +305,6 @@ def test_composition(wrap, kind):
     assert error(jax.device_get(got), want) <= 1e-6
     for leaf in jax.tree.leaves(got[-1]):
         assert leaf.sharding.is_fully_replicated
-
-
-@pytest.mark.parametrize("alias, kind", [("shampoo", "Auto"), ("soap", "Explicit")])
-def test_injected_hyperparameters(alias, kind):
-    """Every number is a traced array, and enters as an argument of the shard_map."""
-    mesh = mesh_of(8, kind=kind)
-    # Numbers that float32 holds exactly, as the arrays are.
-    make, kwargs = getattr(so, alias), SETTINGS[alias] | dict(b1=0.5, b2=0.75)
-    steps = [replicate(step, mesh) for step in STEPS]
-    placement = so.Placement(mesh)
-    plain = make(schedule, **kwargs, placement=placement)
-    injected = optax.inject_hyperparams(make)(
-        learning_rate=schedule, **kwargs, placement=placement
-    )
-    want, _ = helpers.trace(plain, steps[0], steps)
-    got, _ = helpers.trace(injected, steps[0], steps)
-    assert error(jax.device_get(got), jax.device_get(want)) <= 1e-6
 
 
 # ---- arguments

@@ -16,7 +16,7 @@ import shampoo_optax as so
 RECIPES = (Path(so.__file__).parent / "RECIPES.md").read_text()
 HEAD, *PARTS = re.split(r"^## ", RECIPES, flags=re.M)
 SECTIONS = {title: body for title, _, body in (part.partition("\n") for part in PARTS)}
-PRINTED = re.compile(r"^print\(.*\)  # (.*)$", re.M)
+PRINT = re.compile(r"^print\(.*\)(?:  # (.*))?\n((?:# .*\n)*)", re.M)
 
 
 @pytest.fixture
@@ -27,6 +27,12 @@ def quick():
     jax.config.update(name, True)
     yield
     jax.config.update(name, before)
+
+
+def printed(text):
+    """The lines that are said to be printed: beside the call, or below it."""
+    for beside, below in PRINT.findall(text):
+        yield from [beside] if beside else re.findall("^# (.*)$", below, re.M)
 
 
 def entries_of(state, name):
@@ -85,7 +91,15 @@ def evaluated_is_the_mean_of_the_formula(names):
     np.testing.assert_allclose(evaluated, mean, rtol=1e-5, atol=1e-6)
 
 
+def presets_are_what_they_print(names):
+    again = eval(repr(names["tx"]), vars(so) | {"optax": optax})
+    params = helpers.structs({"mlp": (4, 3)})
+    first, second = (jax.eval_shape(tx.init, params) for tx in (names["tx"], again))
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+
+
 CHECKS = {
+    "Presets": presets_are_what_they_print,
     "Flax linen": linen_learned,
     "Flax nnx": nnx_holds_parameters_only,
     "Equinox and other modules": modules_hold_arrays_only,
@@ -99,7 +113,7 @@ CHECKS = {
 @pytest.mark.parametrize("title", SECTIONS)
 def test_recipe_runs(title, capsys, quick):
     names = helpers.run_blocks(SECTIONS[title], title)
-    assert capsys.readouterr().out.splitlines() == PRINTED.findall(SECTIONS[title])
+    assert capsys.readouterr().out.splitlines() == list(printed(SECTIONS[title]))
     if title in CHECKS:
         CHECKS[title](names)
 
