@@ -3,14 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from shampoo_optax._checks import check_choice, check_integer
 
 
 def multi_steps(
     tx: optax.GradientTransformation,
-    every: int | Callable[[Any], Any],
+    every: ArrayLike | Callable[[jax.Array], ArrayLike],
     *,
     use_grad_mean: bool = True,
     should_skip_update_fn: Callable | None = None,
@@ -62,8 +65,12 @@ def multi_steps(
     if not callable(every):
         check_integer("every", every)
     check_choice("use_grad_mean", use_grad_mean, (True, False))
+
+    def size(step: jax.Array) -> ArrayLike:
+        return every(step) if callable(every) else every
+
     steps = optax.MultiSteps(
-        tx, every, use_grad_mean, should_skip_update_fn=should_skip_update_fn
+        tx, size, use_grad_mean, should_skip_update_fn=should_skip_update_fn
     )
 
     def update_fn(
@@ -72,8 +79,13 @@ def multi_steps(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.MultiStepsState]:
-        size = every(state.gradient_step) if callable(every) else every
-        early = state.mini_step != size - 1
-        return steps.update(updates, state, params, discard=early, **extra_args)
+        early = state.mini_step != size(state.gradient_step) - 1
+        updates, state = steps.update(
+            updates, state, params, discard=early, **extra_args
+        )
+        # After a step optax multiplies by 0 what may not be finite.
+        begun = state.mini_step != 0
+        sums = jax.tree.map(lambda leaf: jnp.where(begun, leaf, 0), state.acc_grads)
+        return updates, state._replace(acc_grads=sums)
 
     return optax.GradientTransformationExtraArgs(steps.init, update_fn)

@@ -1,6 +1,6 @@
 """Presets: settings that others have published, as functions of a few numbers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import optax
@@ -40,7 +40,7 @@ def replace_adamw(
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
     weight_decay: ArrayLike = 1e-4,
-    **options: Any,
+    options: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Shampoo in the place of `optax.adamw`, with its numbers.
 
@@ -53,7 +53,8 @@ def replace_adamw(
       b2: AdamW's, for the factors and the grafted moments. Default 0.999.
       eps: AdamW's, for grafting. Default 1e-8.
       weight_decay: AdamW's. Default 1e-4.
-      options: further arguments of :func:`shampoo`, such as `mask` or `placement`.
+      options: further arguments of :func:`shampoo`, as `dict(placement=placement)`.
+        Default `None`: there are none.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` that prints as the call that makes it.
@@ -87,7 +88,7 @@ def replace_adamw(
         graft_b2=b2,
         graft_eps=eps,
     )
-    return call(shampoo, **settings | options)
+    return call(shampoo, **settings | dict(options or {}))
 
 
 def replace_sgd(
@@ -95,7 +96,7 @@ def replace_sgd(
     momentum: ArrayLike | None = 0.9,
     nesterov: bool = False,
     weight_decay: ArrayLike = 0.0,
-    **options: Any,
+    options: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Shampoo in the place of `optax.sgd` with momentum, with its numbers.
 
@@ -108,7 +109,8 @@ def replace_sgd(
       nesterov: SGD's. Default `False`.
       weight_decay: what was added to the gradient before, as in PyTorch's SGD or by
         `optax.add_decayed_weights`. Default 0.
-      options: further arguments of :func:`shampoo`, such as `mask` or `placement`.
+      options: further arguments of :func:`shampoo`, as `dict(placement=placement)`.
+        Default `None`: there are none.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` that prints as the call that makes it.
@@ -144,7 +146,7 @@ def replace_sgd(
         nesterov=nesterov,
         decay="l2",
     )
-    return call(shampoo, **settings | options)
+    return call(shampoo, **settings | dict(options or {}))
 
 
 def replace_adamw_by_soap(
@@ -153,7 +155,7 @@ def replace_adamw_by_soap(
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
     weight_decay: ArrayLike = 1e-4,
-    **options: Any,
+    options: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""SOAP in the place of `optax.adamw`, with its numbers.
 
@@ -166,7 +168,8 @@ def replace_adamw_by_soap(
       b2: AdamW's, for the factors too. Default 0.999.
       eps: AdamW's. Default 1e-8.
       weight_decay: AdamW's. Default 1e-4.
-      options: further arguments of :func:`soap`, such as `mask` or `placement`.
+      options: further arguments of :func:`soap`, as `dict(placement=placement)`.
+        Default `None`: there are none.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` that prints as the call that makes it.
@@ -186,7 +189,7 @@ def replace_adamw_by_soap(
     settings = dict(
         learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay
     )
-    return call(soap, **settings | options)
+    return call(soap, **settings | dict(options or {}))
 
 
 class _Point(NamedTuple):
@@ -241,7 +244,7 @@ ORDERS = range(1, 5)
 
 
 def algoperf_winner(
-    steps: int, point: int = 1, **options: Any
+    steps: int, point: int = 1, options: Mapping[str, Any] | None = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""The settings with which Distributed Shampoo won AlgoPerf's external tuning.
 
@@ -257,7 +260,8 @@ def algoperf_winner(
       steps: the steps of the run, AlgoPerf's `step_hint` of the workload, an integer
         >= 20; point 2 ends after 0.6 of them.
       point: which of the five, 1 to 5. Default 1.
-      options: further arguments of :func:`shampoo`, such as `mask` or `placement`.
+      options: further arguments of :func:`shampoo`, as `dict(placement=placement)`.
+        Default `None`: there are none.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` that prints as the call that makes it.
@@ -306,7 +310,7 @@ def algoperf_winner(
         settings |= dict(momentum=chosen.momentum, nesterov=True)
     if chosen.exponent is not None:
         settings["exponents"] = dict.fromkeys(ORDERS, chosen.exponent)
-    settings |= options
+    settings |= options or {}
     no_factors = dict(exponents=dict.fromkeys(ORDERS, 0.0), graft="adam")
     groups = {
         TABLE.label: call(shampoo, **settings | no_factors),
@@ -326,7 +330,7 @@ def llm_pretraining(
     hidden: Hidden = "shampoo",
     warmup_steps: int | None = None,
     max_norm: float = 1.0,
-    **options: Any,
+    options: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Shampoo or SOAP for the hidden matrices of a language model, AdamW for the rest.
 
@@ -345,7 +349,8 @@ def llm_pretraining(
       warmup_steps: an integer below `steps`; `None` stands for a twentieth. Default
         `None`.
       max_norm: the largest global norm of a gradient, > 0. Default 1.
-      options: further arguments of :func:`shampoo` or :func:`soap`.
+      options: further arguments of :func:`shampoo` or :func:`soap`. Default `None`:
+        there are none.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` that prints as the call that makes it.
@@ -383,7 +388,7 @@ def llm_pretraining(
     shared = dict(learning_rate=schedule, b1=b1, b2=b2)
     decayed = shared | dict(weight_decay=weight_decay)
     method = shampoo if hidden == "shampoo" else soap
-    matrices = call(method, **decayed | options)
+    matrices = call(method, **decayed | dict(options or {}))
     adamw = call(optax.adamw, **decayed, name="optax.adamw")
     adam = call(optax.adam, **shared, name="optax.adam")
     groups = dict.fromkeys(("table", "embedding", "head"), adamw)

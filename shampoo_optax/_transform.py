@@ -160,7 +160,7 @@ def _checked_discard(discard: Any) -> jax.Array | None:
         return None
     if np.shape(discard) or jnp.result_type(discard) != jnp.bool_:
         raise ValueError(f"`discard` must be one boolean, got {discard!r}.")
-    return jnp.asarray(discard)
+    return discard if isinstance(discard, jax.Array) else np.bool_(discard)
 
 
 def _counted(count: jax.Array, discard: jax.Array | None) -> jax.Array:

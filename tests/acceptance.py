@@ -40,6 +40,9 @@ CHECKS = {
     "count": "the number of steps can be read from the state",
     "guard": "C2, C6: a gradient that is not finite leaves all else as it was",
     "flatten": "`optax.flatten`",
+    "inject": "all numbers may be arrays in the state",
+    "mirror": "`copies` arrays of the state mirror each parameter",
+    "wide": "C21, C23: no array of less than the parameter's bits, none that is empty",
     "program": "what is checked on a compiled program, on a mesh or none",
 }
 
@@ -52,7 +55,11 @@ COUNTS_NOTHING = {"count": "counts no steps"}
 UNGUARDED = {"guard": "passes on what it is given, as optax's own do"}
 ENTRYWISE = UNGUARDED
 FIRST_VALUES = {"abstract init": "starts from the values of the parameters"}
+COUNTS_OFTEN = {"count": "so do the transforms that it is a chain of"}
 OF_ALIAS = {"program": "its alias runs it, a chain of it with a step size"}
+
+RUN = dict(steps=100)
+OF_GROUPS = OF_ALIAS | COUNTS_OFTEN | {"inject": "is made of numbers, schedule and all"}
 
 SUBJECTS = {
     # aliases
@@ -119,6 +126,50 @@ SUBJECTS = {
     ),
     "schedule_free": Subject(
         so.schedule_free, rate=1e-3, copies=1, no_sense=UNGUARDED | FIRST_VALUES
+    ),
+    "scale_by_row_wise_adagrad": Subject(
+        so.scale_by_row_wise_adagrad,
+        rate=1.0,
+        no_sense=COUNTS_NOTHING
+        | {"guard": "leaves a bad row, and counts none"}
+        | {"mirror": "keeps one number for a row"},
+    ),
+    "graft": Subject(
+        so.graft,
+        static=dict(direction=so.scale_by_momentum(0.9), magnitude=so.cap_rms(1.0)),
+        rate=1e-3,
+        copies=1,
+        no_sense=UNGUARDED | COUNTS_NOTHING,
+    ),
+    "cap_rms": Subject(
+        so.cap_rms, dict(max_rms=1.0), rate=1e-3, no_sense=UNGUARDED | COUNTS_NOTHING
+    ),
+    "match_rms": Subject(
+        so.match_rms, dict(rms=1.0), rate=5e-4, no_sense=UNGUARDED | COUNTS_NOTHING
+    ),
+    "multi_steps": Subject(
+        so.multi_steps,
+        dict(every=1),
+        dict(tx=so.scale_by_momentum(0.9)),
+        rate=1e-3,
+        copies=2,
+        no_sense=UNGUARDED
+        | COUNTS_NOTHING
+        | {"wide": "optax sums in float32, and for an empty parameter too"},
+    ),
+    # presets
+    "replace_adamw": Subject(so.replace_adamw, no_sense=OF_ALIAS | COUNTS_OFTEN),
+    "replace_sgd": Subject(so.replace_sgd, copies=1, no_sense=OF_ALIAS),
+    "replace_adamw_by_soap": Subject(
+        so.replace_adamw_by_soap, no_sense=OF_ALIAS | COUNTS_OFTEN
+    ),
+    "algoperf_winner": Subject(so.algoperf_winner, static=RUN, no_sense=OF_GROUPS),
+    "llm_pretraining": Subject(
+        so.llm_pretraining,
+        static=RUN | dict(learning_rate=1.0),
+        no_sense=OF_GROUPS
+        | {"flatten": "one vector is left to AdamW", "mirror": "Adam's moments do"}
+        | {"wide": "optax's Adam has moments like the parameters"},
     ),
 }
 

@@ -81,7 +81,7 @@ def test_parabola(name, kind):
     """C24: within 1,000 steps; all stays finite."""
     subject = acceptance.SUBJECTS[name]
     _, start = acceptance.program(name, kind)
-    params, state = start(learning_rate=0.02, **subject.solving)
+    params, state = start(learning_rate=max(0.02, subject.rate), **subject.solving)
     params, state, _ = acceptance.rounds(
         name, kind, params, state, count=1000 // acceptance.STEPS, solve=["parabola"]
     )

@@ -12,13 +12,13 @@ import pytest
 from acceptance import STEPS, build, gradients, inject, names, needs, starts
 from test_acceptance import descend, every, loop, plain, traced_types, where
 
-of_a_rate = [name for name in names() if needs(name, "learning_rate")]
+of_a_rate = [name for name in names("inject") if needs(name, "learning_rate")]
 
 
 # ---- numbers in the state
 
 
-@every
+@where("inject")
 def test_inject_hyperparams(name):
     """C21, C24: no argument is static, and all numbers are arrays in the state."""
     subject = acceptance.SUBJECTS[name]
@@ -72,7 +72,7 @@ def test_count(name):
     np.testing.assert_array_equal(counts, np.arange(1, STEPS + 1))
 
 
-@every
+@where("mirror")
 def test_map_params(name, monkeypatch):
     """Finds what mirrors the parameters, and nothing else."""
     # The oldest optax calls it by a name that jax has given up.
@@ -132,7 +132,7 @@ def assert_dtypes(name, of_params, of_grads, wide, **others):
     assert arrays <= {jnp.dtype(wide), jnp.dtype(jnp.int32)}
 
 
-@every
+@where("wide")
 def test_dtypes(name):
     """C21: updates have the gradient's dtype, the arrays of a state 32 bits."""
     for of_params, of_grads in PAIRS:
@@ -154,7 +154,7 @@ def test_dtypes_of_longer_chains(name, others):
         assert_dtypes(name, of_params, of_grads, jnp.float32, **others)
 
 
-@every
+@where("wide")
 def test_dtypes_under_x64(name, x64):
     """C21: nothing is promoted."""
     for dtype in (jnp.float32, jnp.float64):
@@ -171,7 +171,7 @@ def test_bfloat16_is_rounded_float32(name):
     assert helpers.worst(got, want) <= 4 * 2**-9  # of half a last bit each
 
 
-@every
+@where("wide")
 def test_odd_trees(name):
     """C23: absent and empty parameters, and trees of nothing else."""
     column = acceptance.SUBJECTS[name].column

@@ -96,8 +96,10 @@ def test_tables_of_the_submission_are_left_to_adam():
 
 
 def test_options_are_passed_on():
-    assert "refresh_every=7" in repr(so.replace_adamw(1e-3, refresh_every=7))
-    tx = so.llm_pretraining(1e-3, 100, blocking=so.Blocking(2))
+    assert "refresh_every=7" in repr(
+        so.replace_adamw(1e-3, options=dict(refresh_every=7))
+    )
+    tx = so.llm_pretraining(1e-3, 100, options=dict(blocking=so.Blocking(2)))
     state = jax.eval_shape(tx.init, helpers.structs({"mlp": (4, 6)}))
     shapes = {
         leaf.shape[1:]
