@@ -12,6 +12,7 @@ from shampoo_optax._averaging import (
     schedule_free,
     train_params,
 )
+from shampoo_optax._batch import Batch
 from shampoo_optax._chain import fill_absent
 from shampoo_optax._config import Axes, Blocking, Storage
 from shampoo_optax._decay import DecayWeightsState, decay_weights
@@ -81,6 +82,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Axes",
     "BIAS",
+    "Batch",
     "Blocking",
     "CoupledNewton",
     "DecayWeightsState",

@@ -16,7 +16,7 @@ import numpy as np
 
 from shampoo_optax._config import Blocking
 from shampoo_optax._division import UNDIVIDED, Division, deal
-from shampoo_optax._stacks import Piece, Plan, Region, Stack, Stacks
+from shampoo_optax._stacks import Piece, Plan, Region, Stack, Stacks, View, whole_view
 from shampoo_optax._trees import narrow, wide_dtype
 
 
@@ -49,6 +49,10 @@ def merge_shape(shape: Sequence[int], blocking: Blocking) -> tuple[int, ...]:
     if blocking.merge_from == "trailing":
         merged.reverse()
     return tuple(merged)
+
+
+def _merged_slice(view: View, blocking: Blocking) -> tuple[int, ...]:
+    return merge_shape(view.rest if view.slices else (0,), blocking)
 
 
 def _length(side: int, limits: Sequence[int]) -> int:
@@ -92,6 +96,7 @@ def plan_of(
     blocking: Blocking,
     division: Division = UNDIVIDED,
     limits: Sequence[int] = (),
+    views: Sequence[View] | None = None,
 ) -> Plan:
     """Deals the blocks of all parameters into stacks, in order of appearance.
 
@@ -101,12 +106,14 @@ def plan_of(
       division: how to deal the blocks to owners.
       limits: sides that are above one are not cut, and share a stack with those
         that are above the same ones alone.
+      views: the leaves as slices. Default `None`: each is one.
     """
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
-    merged = tuple(merge_shape(shape, blocking) for shape in shapes)
+    views = tuple(map(whole_view, shapes) if views is None else views)
+    merged = tuple(_merged_slice(view, blocking) for view in views)
     regions = [
-        Region(index, start, grid, block, division.axes(block), ())
-        for index in range(len(leaves))
+        Region(index, view.slices, start, grid, block, division.axes(block), ())
+        for index, view in enumerate(views)
         for start, grid, block in _boxes(merged[index], blocking, limits)
     ]
     dtypes = [wide_dtype(leaves[region.leaf].dtype) for region in regions]
@@ -124,7 +131,7 @@ def plan_of(
         region._replace(pieces=tuple(_take(free[region.stacked, dtype], region.size)))
         for region, dtype in zip(regions, dtypes, strict=True)
     )
-    return Plan(shapes, merged, placed, stacks, division.owners)
+    return Plan(shapes, views, merged, placed, stacks, division.owners)
 
 
 def _open_stacks(
@@ -156,13 +163,25 @@ def _take(free: deque[Piece], wanted: int) -> Iterator[Piece]:
             free.appendleft(Piece(piece.stack, piece.slot + size, piece.size - size))
 
 
+def _slices_of(leaf: jax.Array, view: View) -> jax.Array:
+    """The slices of a parameter, `[*batch, *rest]`."""
+    return leaf.reshape(view.shape).transpose(view.order)
+
+
+def _from_slices(slices: jax.Array, view: View, shape: Sequence[int]) -> jax.Array:
+    """The parameter that has these slices, in whatever shape they are."""
+    back = tuple(map(int, np.argsort(view.order)))
+    return slices.reshape(view.moved).transpose(back).reshape(shape)
+
+
 def _cut_region(leaf: jax.Array, region: Region) -> jax.Array:
-    """One box of a merged parameter as a stack: `[4, 6]` in `[2, 3]` is `[4, 2, 3]`."""
+    """One box of merged slices as a stack: `[1, 4, 6]` in `[2, 3]` is `[4, 2, 3]`."""
     order = len(region.block)
-    box = jax.lax.slice(leaf, region.start, region.limit)
+    box = jax.lax.slice(leaf, (0, *region.start), (region.slices, *region.limit))
     tiled = itertools.chain(*zip(region.grid, region.block, strict=True))
-    box = box.reshape(tuple(tiled))  # [g0, b0, g1, b1, ...]
-    box = box.transpose((*range(0, 2 * order, 2), *(2 * a + 1 for a in region.axes)))
+    box = box.reshape((region.slices, *tiled))  # [slices, g0, b0, g1, b1, ...]
+    grid, axes = range(1, 2 * order, 2), (2 * axis + 2 for axis in region.axes)
+    box = box.transpose((0, *grid, *axes))
     return box.reshape(region.size, *region.stacked)
 
 
@@ -180,7 +199,9 @@ def cut(plan: Plan, leaves: Sequence[jax.Array | None]) -> Stacks:
         if leaf is None:
             blocks = jnp.zeros((region.size, *region.stacked))
         else:
-            blocks = _cut_region(leaf.reshape(plan.merged[region.leaf]), region)
+            slices = _slices_of(leaf, plan.views[region.leaf])
+            merged = (region.slices, *plan.merged[region.leaf])
+            blocks = _cut_region(slices.reshape(merged), region)
         start = 0
         for piece in region.pieces:
             part = blocks[start : start + piece.size]
@@ -234,20 +255,22 @@ def _paste_region(stacks: Stacks, region: Region) -> jax.Array:
     inner = tuple(slice(side) for side in region.stacked)
     blocks = _concatenate([stacks[p.stack][p.slots, *inner] for p in region.pieces])
     order = len(region.block)
-    box = blocks.reshape(*region.grid, *region.stacked)  # [g0, g1, ..., b0, b1, ...]
-    places = [(axis, order + region.axes.index(axis)) for axis in range(order)]
-    box = box.transpose(tuple(itertools.chain(*places)))  # [g0, b0, g1, b1, ...]
+    # [slices, g0, g1, ..., b0, b1, ...]
+    box = blocks.reshape(region.slices, *region.grid, *region.stacked)
+    places = [(1 + axis, 1 + order + region.axes.index(axis)) for axis in range(order)]
+    # [slices, g0, b0, g1, b1, ...]
+    box = box.transpose((0, *itertools.chain(*places)))
     sides = (g * b for g, b in zip(region.grid, region.block, strict=True))
-    return box.reshape(tuple(sides))
+    return box.reshape((region.slices, *sides))
 
 
 def _join(boxes: list[jax.Array], counts: Sequence[int]) -> jax.Array:
-    """Concatenates boxes that are row-major over `counts` boxes along each axis."""
+    """Concatenates boxes of slices, row-major over `counts` boxes along each axis."""
     for axis in reversed(range(len(counts))):
         step = counts[axis]
         if step > 1:
             boxes = [
-                jnp.concatenate(boxes[i : i + step], axis)
+                jnp.concatenate(boxes[i : i + step], 1 + axis)
                 for i in range(0, len(boxes), step)
             ]
     (whole,) = boxes
@@ -267,11 +290,12 @@ def paste(plan: Plan, stacks: Stacks, like: Sequence[jax.Array | None]) -> list:
             boxes[region.leaf].append(_paste_region(stacks, region))
             starts[region.leaf].append(region.start)
     leaves = []
-    for leaf, shape, parts, origin in zip(
-        like, plan.shapes, boxes, starts, strict=True
+    for leaf, shape, view, parts, origin in zip(
+        like, plan.shapes, plan.views, boxes, starts, strict=True
     ):
         if leaf is not None and parts:
             counts = [len(set(along)) for along in zip(*origin, strict=True)]
-            leaf = narrow(_join(parts, counts).reshape(shape), leaf.dtype)
+            whole = _from_slices(_join(parts, counts), view, shape)
+            leaf = narrow(whole, leaf.dtype)
         leaves.append(leaf)
     return leaves

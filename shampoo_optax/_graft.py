@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shampoo_optax._batch import views_of
 from shampoo_optax._blocking import cut, paste, plan_of
 from shampoo_optax._config import Blocking
 from shampoo_optax._grafting import take_norms
@@ -114,7 +115,8 @@ def _graft_trees(
     direction: optax.Updates, magnitude: optax.Updates, blocking: Blocking | None
 ) -> optax.Updates:
     """The leaves of one tree with the norms of another's."""
-    leaves, treedef = jax.tree.flatten(direction, is_leaf=is_none)
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(direction, is_leaf=is_none)
+    paths, leaves = [path for path, _ in pairs], [leaf for _, leaf in pairs]
     others, other = jax.tree.flatten(magnitude, is_leaf=is_none)
     if treedef != other:
         raise ValueError(
@@ -122,19 +124,21 @@ def _graft_trees(
             f"{other} for {treedef}."
         )
     places = [i for i, leaf in enumerate(leaves) if leaf is not None and leaf.size]
-    mine, theirs = ([found[i] for i in places] for found in (leaves, others))
-    for place, new in zip(places, _graft_leaves(mine, theirs, blocking), strict=True):
+    chosen = ([found[i] for i in places] for found in (paths, leaves, others))
+    for place, new in zip(places, _graft_leaves(*chosen, blocking), strict=True):
         leaves[place] = new
     return treedef.unflatten(leaves)
 
 
-def _graft_leaves(leaves: list, others: list, blocking: Blocking | None) -> list:
+def _graft_leaves(
+    paths: list, leaves: list, others: list, blocking: Blocking | None
+) -> list:
     if blocking is None:
         directions, magnitudes = map(_uncut, (leaves, others))
         taken = _take(directions, magnitudes)
         pairs = zip(leaves, taken.values(), strict=True)
         return [narrow(block[0], leaf.dtype) for leaf, block in pairs]
-    plan = plan_of(leaves, blocking)
+    plan = plan_of(leaves, blocking, views=views_of(blocking.batch, paths, leaves))
     whole, back = reshard_whole(leaves)
     taken = _take(cut(plan, whole), cut(plan, reshard_whole(others)[0]))
     return back(paste(plan, taken, leaves))

@@ -14,6 +14,7 @@ class Gradients(NamedTuple):
 
     leaves: list  # of the parameters' leaves, None where the gradient is absent
     params: list  # those leaves of the parameters, or of the gradients themselves
+    paths: list  # of those leaves, as `jax.tree_util` has them
     places: list  # of those leaves among all leaves of the tree, None included
     treedef: Any  # in which None is a leaf
 
@@ -42,12 +43,11 @@ def check_leaves(name: str, leaves: list) -> None:
             )
 
 
-def read_params(params: optax.Params) -> tuple[list, tuple[str, ...]]:
+def read_params(params: optax.Params) -> tuple[list, list]:
     """The leaves of a tree of parameters, checked, and their paths."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     check_leaves("params", leaves)
-    paths = tuple(jax.tree_util.keystr(path) for path, _ in leaves)
-    return [leaf for _, leaf in leaves], paths
+    return [leaf for _, leaf in leaves], [path for path, _ in leaves]
 
 
 def read_gradients(updates: optax.Updates, params: optax.Params | None) -> Gradients:
@@ -68,6 +68,7 @@ def read_gradients(updates: optax.Updates, params: optax.Params | None) -> Gradi
     return Gradients(
         leaves=[mine[place][1] for place in places],
         params=[theirs[place][1] for place in places],
+        paths=[theirs[place][0] for place in places],
         places=places,
         treedef=treedef,
     )

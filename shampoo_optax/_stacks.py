@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,10 +39,40 @@ class Piece(NamedTuple):
         return slice(self.slot, self.slot + self.size)
 
 
+class View(NamedTuple):
+    """A parameter as its slices: reshaped, its batch axes in front."""
+
+    shape: tuple[int, ...]  # with two axes for each that is split
+    order: tuple[int, ...]  # of these axes
+    batch: int  # how many of them are batch
+
+    @property
+    def moved(self) -> tuple[int, ...]:
+        return tuple(self.shape[axis] for axis in self.order)
+
+    @property
+    def slices(self) -> int:
+        return math.prod(self.moved[: self.batch])
+
+    @property
+    def rest(self) -> tuple[int, ...]:
+        """The shape of a slice."""
+        return self.moved[self.batch :]
+
+
+def whole_view(shape: Sequence[int]) -> View:
+    """A parameter as the one slice that it is."""
+    return View(tuple(shape), tuple(range(len(shape))), 0)
+
+
 class Region(NamedTuple):
-    """The equal blocks that tile one box of a merged parameter, row-major."""
+    """The equal blocks that tile one box of a merged parameter, row-major.
+
+    Where axes of the parameter are batch, that is one box of each of its slices.
+    """
 
     leaf: int
+    slices: int  # of the parameter, each with such a box
     start: tuple[int, ...]
     grid: tuple[int, ...]  # number of blocks along each axis
     block: tuple[int, ...]
@@ -56,7 +87,7 @@ class Region(NamedTuple):
 
     @property
     def size(self) -> int:
-        return math.prod(self.grid)
+        return self.slices * math.prod(self.grid)
 
     @property
     def stacked(self) -> tuple[int, ...]:
@@ -71,7 +102,8 @@ class Plan(NamedTuple):
     """
 
     shapes: tuple[tuple[int, ...], ...]  # of the parameters
-    merged: tuple[tuple[int, ...], ...]
+    views: tuple[View, ...]  # of the parameters as slices
+    merged: tuple[tuple[int, ...], ...]  # shapes of a slice
     regions: tuple[Region, ...]
     stacks: dict[str, Stack]
     owners: int

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from shampoo_optax._batch import views_of
 from shampoo_optax._blocking import (
     cut,
     paste,
@@ -31,7 +32,7 @@ from shampoo_optax._placement import (
     on_shares,
     owners_of,
 )
-from shampoo_optax._stacks import Inputs, Plan, Stack, Stacks
+from shampoo_optax._stacks import Inputs, Plan, Stack, Stacks, View
 from shampoo_optax._trees import next_count, when_due
 
 
@@ -100,9 +101,11 @@ def block_transform(
     numbers = {k: v for k, v in vars(options).items() if isinstance(v, jax.Array)}
 
     @functools.lru_cache
-    def prepare(leaves: tuple[jax.ShapeDtypeStruct, ...], owners: int) -> tuple:
+    def prepare(
+        leaves: tuple[jax.ShapeDtypeStruct, ...], views: tuple[View, ...], owners: int
+    ) -> tuple:
         division = _division(method, options, placement, owners)
-        plan = plan_of(leaves, options.blocking, division, options.axes.limits)
+        plan = plan_of(leaves, options.blocking, division, options.axes.limits, views)
         inside = placement is not None and placement.mesh is None
         held = plan.share if inside else plan.stacks
         expected = jax.eval_shape(lambda: _first_state(method, held))
@@ -112,12 +115,16 @@ def block_transform(
             make, run = on_shares(make, placement), on_mesh(run, placement)
         return plan, expected, make, run
 
+    def plan_for(paths: list, leaves: list) -> tuple:
+        views = views_of(options.blocking.batch, paths, leaves)
+        return prepare(_structs(leaves), views, owners_of(placement) if leaves else 1)
+
     def init_fn(params: optax.Params) -> Any:
         leaves, paths = read_params(params)
-        owners = owners_of(placement) if leaves else 1
-        plan, expected, make, _ = prepare(_structs(leaves), owners)
+        plan, expected, make, _ = plan_for(paths, leaves)
         if layouts_wanted():
-            return Layout(method, plan, placement, paths, _structs(leaves))
+            names = tuple(map(jax.tree_util.keystr, paths))
+            return Layout(method, plan, placement, names, _structs(leaves))
         check_outside(placement)
         warn_if_idle(params, plan, expected, options)
         return make()
@@ -131,8 +138,7 @@ def block_transform(
         discard = _checked_discard(extra_args.get("discard"))
         check_outside(placement)
         gradients = read_gradients(updates, params)
-        owners = owners_of(placement) if gradients.params else 1
-        plan, expected, _, run = prepare(_structs(gradients.params), owners)
+        plan, expected, _, run = plan_for(gradients.paths, gradients.params)
         _check_state(state, expected)
         if not plan.stacks:
             return updates, state._replace(count=_counted(state.count, discard))
