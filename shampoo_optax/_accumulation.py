@@ -81,6 +81,7 @@ def multi_steps(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.MultiStepsState]:
         early = state.mini_step != size(state.gradient_step) - 1
+        early |= jnp.asarray(extra_args.pop("discard", False))
         updates, state = steps.update(
             updates, state, params, discard=early, **extra_args
         )

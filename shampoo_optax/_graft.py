@@ -10,6 +10,7 @@ from shampoo_optax._batch import views_of
 from shampoo_optax._blocking import cut, paste, plan_of
 from shampoo_optax._config import Blocking
 from shampoo_optax._grafting import take_norms
+from shampoo_optax._leaves import check_leaves
 from shampoo_optax._placement import reshard_whole
 from shampoo_optax._stacks import Stacks, bundles
 from shampoo_optax._trees import is_none, narrow, wide
@@ -40,7 +41,8 @@ def graft(
     .. math:: U = D\, \|M\| / (\|D\| + 10^{-16})
 
     as the `graft` of :func:`scale_by_shampoo` does for its blocks. Both transforms are
-    given the same gradients. Where D or M is not finite U is 0, which it stays where
+    given the same gradients. Where D or M is not finite, or the square of
+    M out of range, U is 0, which it stays where
     one of them, as `optax.scale_by_adam`, keeps a NaN: put `optax.apply_if_finite`
     around it. Absent gradients (`None`) stay so.
 
@@ -118,11 +120,13 @@ def _graft_trees(
     pairs, treedef = jax.tree_util.tree_flatten_with_path(direction, is_leaf=is_none)
     paths, leaves = [path for path, _ in pairs], [leaf for _, leaf in pairs]
     others, other = jax.tree.flatten(magnitude, is_leaf=is_none)
-    if treedef != other:
+    shapes = [jax.tree.map(jnp.shape, tree) for tree in (direction, magnitude)]
+    if treedef != other or shapes[0] != shapes[1]:
         raise ValueError(
             "`magnitude` must give updates like those of `direction`, got "
-            f"{other} for {treedef}."
+            f"{shapes[1]} for {shapes[0]}."
         )
+    check_leaves("updates", jax.tree_util.tree_leaves_with_path(direction))
     places = [i for i, leaf in enumerate(leaves) if leaf is not None and leaf.size]
     chosen = ([found[i] for i in places] for found in (paths, leaves, others))
     for place, new in zip(places, _graft_leaves(*chosen, blocking), strict=True):

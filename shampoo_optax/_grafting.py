@@ -192,6 +192,8 @@ def _plain_norms(blocks: jax.Array) -> jax.Array:
 
 def norms(blocks: jax.Array) -> jax.Array:
     """The norm of each block, `[n]`, also where its square is out of range."""
+    # Larger ones have reciprocals below the normal range, which count as 0.
+    limit = float(jnp.finfo(blocks.dtype).max) / 2**28
     largest = _largest(blocks)
-    scale = jnp.where(largest > 0, largest, 1)
+    scale = jnp.where(largest > 0, jnp.minimum(largest, limit), 1)
     return scale * _plain_norms(blocks / per_slot(scale, blocks))

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from shampoo_optax._checks import check_number
 from shampoo_optax._grafting import norms
+from shampoo_optax._leaves import check_leaves
 from shampoo_optax._trees import narrow, tree_map, wide
 
 
@@ -105,6 +106,8 @@ def _scaled_by_rms(
         factor = jnp.asarray(scale(norm / math.sqrt(update.size)), whole.dtype)
         return narrow(factor * whole, update.dtype)
 
-    return optax.with_extra_args_support(
-        optax.stateless(lambda updates, _: tree_map(scaled, updates))
-    )
+    def scale_all(updates: optax.Updates, _: optax.Params | None) -> optax.Updates:
+        check_leaves("updates", jax.tree_util.tree_leaves_with_path(updates))
+        return tree_map(scaled, updates)
+
+    return optax.with_extra_args_support(optax.stateless(scale_all))

@@ -8,6 +8,7 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._checks import check_number
+from shampoo_optax._leaves import check_leaves
 from shampoo_optax._trees import advance, tree_map, wide, wide_dtype
 
 
@@ -97,6 +98,7 @@ def scale_by_row_wise_adagrad(
         **extra_args: Any,
     ) -> tuple[optax.Updates, ScaleByRowWiseAdagradState]:
         del params, extra_args
+        check_leaves("updates", jax.tree_util.tree_leaves_with_path(updates))
 
         def accumulate(held, update):
             if not update.size:

@@ -158,7 +158,8 @@ def _checked_discard(discard: Any) -> jax.Array | None:
     """The flag of a call whose result is thrown away, if there is one."""
     if discard is None:
         return None
-    if np.shape(discard) or jnp.result_type(discard) != jnp.bool_:
+    flag = isinstance(discard, bool) or getattr(discard, "dtype", None) == jnp.bool_
+    if not flag or np.shape(discard):
         raise ValueError(f"`discard` must be one boolean, got {discard!r}.")
     return discard if isinstance(discard, jax.Array) else np.bool_(discard)
 

@@ -171,6 +171,18 @@ def test_accumulation_compiles_to_no_collective_in_a_branch():
     assert text.count(" all-gather(") == entry.count(" all-gather(") >= 1
 
 
+def test_nested():
+    """Two of two, of which the inner roots are computed in the last of four only."""
+    tx = so.scale_by_shampoo(refresh_every=1, **WELL)
+    twice = so.multi_steps(so.multi_steps(tx, 2), np.int32(2))
+    steps = mini_steps(4, {"w": (6, 4)})
+    params = helpers.zeros_like(steps[0])
+    got, _ = helpers.trace(twice, params, steps)
+    want, _ = helpers.trace(tx, params, means(steps))
+    assert helpers.worst(got[-1], want[0]) <= 1e-5
+    assert not any(np.any(update["w"]) for update in got[:-1])
+
+
 def test_a_mini_step_that_is_not_finite_spoils_one_step():
     """Its updates are 0 until the step ends; the next step is as if it had not been."""
     tx = so.multi_steps(optax.sgd(1.0), 2)
@@ -182,7 +194,7 @@ def test_a_mini_step_that_is_not_finite_spoils_one_step():
 
 
 @pytest.mark.parametrize(
-    "discard", [1, 0.5, [True], np.ones(2, bool)], ids=["int", "float", "list", "array"]
+    "discard", [1, "x", [True], np.ones(2, bool)], ids=["int", "str", "list", "array"]
 )
 def test_bad_flags_are_refused(discard):
     tx = so.scale_by_shampoo()

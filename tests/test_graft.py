@@ -120,11 +120,24 @@ def test_extra_arguments_reach_both():
     assert seen == [("direction", {"value": 3.0}), ("magnitude", {"value": 3.0})]
 
 
-def test_updates_that_differ_in_structure_are_refused():
-    other = optax.stateless(lambda updates, _: (updates,))
+@pytest.mark.parametrize(
+    "change",
+    [lambda updates: (updates,), jnp.transpose, lambda updates: None],
+    ids=["structure", "shape", "absent"],
+)
+def test_updates_that_differ_are_refused(change):
+    other = optax.stateless(lambda updates, _: change(updates))
     tx = so.graft(optax.identity(), other)
     with pytest.raises(ValueError, match="`magnitude` must give updates like"):
-        tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+        tx.update(jnp.ones((2, 3)), tx.init(jnp.ones((2, 3))))
+
+
+@pytest.mark.parametrize("leaf", [jnp.ones(2, complex), jnp.ones(2, int), 1.0])
+def test_leaves_that_are_not_real_are_refused(leaf):
+    parts = so.graft(optax.identity(), optax.identity()), so.cap_rms(1.0)
+    for tx in (*parts, so.match_rms(), so.scale_by_row_wise_adagrad()):
+        with pytest.raises(ValueError, match="`updates` must hold real floating-point"):
+            tx.update({"w": leaf}, tx.init({"w": jnp.ones(2)}))
 
 
 @pytest.mark.parametrize(
