@@ -50,7 +50,7 @@ def cap_rms(max_rms: ArrayLike) -> optax.GradientTransformationExtraArgs:
       Cost, 2018, https://arxiv.org/abs/1804.04235.
     """
     check_number("max_rms", max_rms, positive=True)
-    return _scaled_by_rms(lambda rms: jnp.minimum(1, max_rms / _or_one(rms)))
+    return _with_rms(lambda found: jnp.minimum(found, max_rms))
 
 
 def match_rms(rms: ArrayLike = 0.2) -> optax.GradientTransformationExtraArgs:
@@ -86,25 +86,23 @@ def match_rms(rms: ArrayLike = 0.2) -> optax.GradientTransformationExtraArgs:
       https://arxiv.org/abs/2502.16982.
     """
     check_number("rms", rms, positive=True)
-    return _scaled_by_rms(lambda found: rms / _or_one(found))
+    return _with_rms(lambda found: rms)
 
 
-def _or_one(rms: jax.Array) -> jax.Array:
-    return jnp.where(rms == 0, 1, rms)
-
-
-def _scaled_by_rms(
-    scale: Callable[[jax.Array], Any],
+def _with_rms(
+    wanted: Callable[[jax.Array], ArrayLike],
 ) -> optax.GradientTransformationExtraArgs:
-    """Multiplies each update by what `scale` makes of its root mean square."""
+    """Gives each update what `wanted` makes of its root mean square."""
 
     def scaled(update: jax.Array) -> jax.Array:
         if not update.size:
             return update
         whole = wide(update)
         (norm,) = norms(whole[None])
-        factor = jnp.asarray(scale(norm / math.sqrt(update.size)), whole.dtype)
-        return narrow(factor * whole, update.dtype)
+        found = norm / math.sqrt(update.size)
+        size = jnp.asarray(wanted(found), whole.dtype)
+        moved = whole / jnp.where(found == 0, 1, found) * size
+        return narrow(jnp.where(size == found, whole, moved), update.dtype)
 
     def scale_all(updates: optax.Updates, _: optax.Params | None) -> optax.Updates:
         check_leaves("updates", jax.tree_util.tree_leaves_with_path(updates))
