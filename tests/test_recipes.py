@@ -19,16 +19,6 @@ SECTIONS = {title: body for title, _, body in (part.partition("\n") for part in 
 PRINT = re.compile(r"^print\(.*\)(?:  # (.*))?\n((?:# .*\n)*)", re.M)
 
 
-@pytest.fixture
-def quick():
-    """Programs that are compiled less are compiled sooner."""
-    name = "jax_disable_most_optimizations"
-    before = jax.config.read(name)
-    jax.config.update(name, True)
-    yield
-    jax.config.update(name, before)
-
-
 def printed(text):
     """The lines that are said to be printed: beside the call, or below it."""
     for beside, below in PRINT.findall(text):
@@ -111,7 +101,7 @@ CHECKS = {
 
 
 @pytest.mark.parametrize("title", SECTIONS)
-def test_recipe_runs(title, capsys, quick):
+def test_recipe_runs(title, capsys):
     names = helpers.run_blocks(SECTIONS[title], title)
     assert capsys.readouterr().out.splitlines() == list(printed(SECTIONS[title]))
     if title in CHECKS:
