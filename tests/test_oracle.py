@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 
 import shampoo_optax as so
 
+# Among all that hypothesis finds is a tree of unmerged scalars, which have no axis.
+pytestmark = pytest.mark.filterwarnings("ignore:no parameter is preconditioned")
+
 # A relative ridge bounds the condition number of a factor, and with it how far a
 # rounding error moves a root: by about eps * condition.
 CONDITIONS = [1e2, 1e3]
