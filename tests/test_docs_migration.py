@@ -59,6 +59,14 @@ def examples() -> list:
     return found
 
 
+def test_the_recorded_trajectories_are_followed():
+    """Those that are named beside the examples are among those of `test_golden.py`."""
+    table = MIGRATION.read_text().partition("| example | recorded as |")[2]
+    named = re.findall(r"`([a-z0-9-]+)`", table.partition("\n\n")[0])
+    assert len(named) >= 7
+    assert set(named) <= {path.stem for path in golden.DATA.glob("*.npz")}
+
+
 def random_tree(seed, *time):
     rng = np.random.default_rng(seed)
     return {n: rng.standard_normal((*time, *s)) for n, s in SHAPES.items()}
