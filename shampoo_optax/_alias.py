@@ -49,8 +49,10 @@ def shampoo(
 
     The chain of :func:`scale_by_shampoo`, :func:`decay_weights` (before it for
     `"l2"`), :func:`scale_by_momentum`, the step size :math:`-\eta_t` and
-    :func:`fill_absent`. A model that trains with `optax.adamw` trains with the same
-    line and this name: the default grafting gives every block Adam's step size.
+    :func:`fill_absent`. A model that trains with `optax.adamw` trains with its
+    learning rate, `b1` and `weight_decay` by this name: the default grafting gives
+    every block Adam's step size. AdamW's `eps` is `graft_eps` here, where `eps` is a
+    ridge on the factors; :func:`replace_adamw` translates all of them.
 
     Args:
       learning_rate: a number >= 0, or a schedule that maps the number of steps taken
@@ -98,7 +100,7 @@ def shampoo(
       max_rms: largest root mean square of a parameter's direction, > 0, as in
         :func:`cap_rms`, before decay and momentum. Default `None`: any.
       rms: what that of every parameter is made, > 0, as in :func:`match_rms`, before
-        decay and momentum. Default `None`: it is left as it is.
+        decay, momentum and `max_rms`. Default `None`: it is left as it is.
       trace_scaling: the a >= 0 of :math:`L_k / c` times :math:`\mathrm{tr}(L_k /
         c)^{-a}`, which takes its place in the root. Default 0.
       root: how inverse roots are computed, an :class:`Eigh`, :class:`PseudoInverse`,
@@ -241,7 +243,7 @@ def soap(
       max_rms: largest root mean square of a parameter's direction, > 0, as in
         :func:`cap_rms`. Default `None`: any.
       rms: what that of every parameter is made, > 0, as in :func:`match_rms`, before
-        decay and momentum. Default `None`: it is left as it is.
+        decay, momentum and `max_rms`. Default `None`: it is left as it is.
       ignored_axes: axes that are not rotated and have no factor, by the order of a
         block, `{order: axes}`. Default `None`: none are ignored.
       form: `"official"` or `"paper"`, as in :func:`scale_by_soap`. Default

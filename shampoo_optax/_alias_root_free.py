@@ -86,7 +86,7 @@ def inverse_free_shampoo(
       max_rms: largest root mean square of a parameter's direction, > 0, as in
         :func:`cap_rms`, before decay and momentum. Default `None`: any.
       rms: what that of every parameter is made, > 0, as in :func:`match_rms`, before
-        decay and momentum. Default `None`: it is left as it is.
+        decay, momentum and `max_rms`. Default `None`: it is left as it is.
       structure: of the roots, `"dense"` or `"diagonal"`. Default `"dense"`.
       dtype: `"float32"` or `"bfloat16"`, in which roots, their momenta and the
         filtered gradient are kept and matrix products are computed. Default `None`:
@@ -221,7 +221,7 @@ def root_free_rmsprop(
       max_rms: largest root mean square of a parameter's direction, > 0, as in
         :func:`cap_rms`, before decay and momentum. Default `None`: any.
       rms: what that of every parameter is made, > 0, as in :func:`match_rms`, before
-        decay and momentum. Default `None`: it is left as it is.
+        decay, momentum and `max_rms`. Default `None`: it is left as it is.
       blocking: how parameters are merged and cut, a :class:`Blocking`; felt through
         guards and grafting alone. Default `Blocking()`.
       placement: the devices that moments and work are divided over, a

@@ -306,9 +306,13 @@ class Options:
         value = getattr(self, name)
         never = self.graft in ("rmsprop", "adam") and not self.graft_drop_weighting
         if never and is_number(value, 1):
+            rounded = getattr(value, "dtype", None) in (jnp.bfloat16, jnp.float16)
+            remedy = "set `graft_b2`, or take 'adagrad'"
+            if rounded:
+                remedy = "give `inject_hyperparams` a `hyperparam_dtype=jnp.float32`"
             raise ValueError(
                 f"`{name}` must be below 1 for {self.graft!r} grafting, which would "
-                f"never accumulate, got {value!r}; set `graft_b2`, or take 'adagrad'."
+                f"never accumulate, got {value!r}; {remedy}."
             )
 
     def _check_axes(self):

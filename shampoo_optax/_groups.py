@@ -182,7 +182,10 @@ def label_by(*rules: Rule, default: str = "matrix") -> Callable[[optax.Params], 
     """
     for rule in rules:
         if not isinstance(rule, Rule):
-            raise ValueError(f"`rules` must be Rule records, got {rule!r}.")
+            raise ValueError(
+                "`rules` must be Rule records, each an argument of its own (`*RULES`), "
+                f"got {rule!r:.200}."
+            )
     _check_label("default", default)
 
     def label(path: Any, leaf: Any) -> str:
@@ -319,7 +322,8 @@ def describe_groups(params: optax.Params, labels: Any) -> Groups:
         )
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"`labels` must be a tree like `params`, or a prefix of it, got {tree!r}."
+            f"`labels` must be a tree like `params`, or a prefix of it, "
+            f"got {tree!r:.200}."
         ) from error
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return Groups(

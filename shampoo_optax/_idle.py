@@ -1,7 +1,9 @@
 """A warning where nothing is preconditioned."""
 
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 import jax
@@ -9,6 +11,8 @@ import optax
 
 from shampoo_optax._config import Options
 from shampoo_optax._stacks import Plan
+
+LIBRARIES = ("shampoo_optax", "optax", "jax", "flax")
 
 
 def warn_if_idle(params: Any, plan: Plan, expected: Any, options: Options) -> None:
@@ -32,7 +36,21 @@ def warn_if_idle(params: Any, plan: Plan, expected: Any, options: Options) -> No
             "`optax.partition` (`label_by` makes the labels)."
         )
     if idle:
-        warnings.warn(f"no parameter is preconditioned: {message}", stacklevel=3)
+        warnings.warn(
+            f"no parameter is preconditioned: {message}", stacklevel=_users_level()
+        )
+
+
+def _users_level() -> int:
+    """How far up the stack the first line is that is in none of the libraries."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _module(frame) in LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "").partition(".")[0]
 
 
 def _leaves_out(options: Options, orders: Iterable[int]) -> bool:

@@ -254,7 +254,7 @@ def kl_shampoo(
       max_rms: largest root mean square of a parameter's direction, > 0, as in
         :func:`cap_rms`, before decay and momentum. Default `None`: any.
       rms: what that of every parameter is made, > 0, as in :func:`match_rms`, before
-        decay and momentum. Default `None`: it is left as it is.
+        decay, momentum and `max_rms`. Default `None`: it is left as it is.
       trace_scaling: the a >= 0 of :math:`L_k / c` times :math:`\mathrm{tr}(L_k /
         c)^{-a}`, which takes its place in the root. Default 0.
       root: how inverse roots are computed, an :class:`Eigh`, :class:`PseudoInverse`,

@@ -261,7 +261,7 @@ def kl_soap(
       max_rms: largest root mean square of a parameter's direction, > 0, as in
         :func:`cap_rms`, before decay and momentum. Default `None`: any.
       rms: what that of every parameter is made, > 0, as in :func:`match_rms`, before
-        decay and momentum. Default `None`: it is left as it is.
+        decay, momentum and `max_rms`. Default `None`: it is left as it is.
       ignored_axes: axes that are not rotated and have no factor, by the order of a
         block, `{order: axes}`. Default `None`: none are ignored.
       form: `"official"` or `"paper"`, as in :func:`scale_by_soap`. Default `"paper"`.

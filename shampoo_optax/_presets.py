@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from shampoo_optax._alias import shampoo, soap
 from shampoo_optax._checks import (
+    Mask,
     ScalarOrSchedule,
     check_choice,
     check_integer,
@@ -41,6 +42,7 @@ def replace_adamw(
     eps: ArrayLike = 1e-8,
     *,
     weight_decay: ArrayLike = 1e-4,
+    mask: Mask | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Shampoo in the place of `optax.adamw`, with its numbers.
@@ -54,11 +56,13 @@ def replace_adamw(
       b2: AdamW's, for the factors and the grafted moments. Default 0.999.
       eps: AdamW's, for grafting. Default 1e-8.
       weight_decay: AdamW's. Default 1e-4.
-      options: further arguments of :func:`shampoo`, as `dict(placement=placement)`.
-        Default `None`: there are none.
+      mask: AdamW's, which parameters decay. Default `None`: all.
+      options: further arguments of :func:`shampoo`, as `dict(placement=placement)`,
+        which come before those above. Default `None`: there are none.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs` that prints as the call that makes it.
+      An `optax.GradientTransformationExtraArgs` that prints as the call that it
+      stands for.
 
     Raises:
       ValueError: if an argument has a value that :func:`shampoo` does not take.
@@ -66,7 +70,7 @@ def replace_adamw(
     Examples:
       >>> import shampoo_optax as so
       >>> so.replace_adamw(1e-3, weight_decay=0.1)
-      shampoo(
+      so.shampoo(
           learning_rate=0.001,
           b1=0.9,
           b2=0.999,
@@ -86,6 +90,7 @@ def replace_adamw(
         b1=b1,
         b2=b2,
         weight_decay=weight_decay,
+        **({} if mask is None else dict(mask=mask)),
         graft="adam",
         graft_b2=b2,
         graft_eps=eps,
@@ -112,11 +117,12 @@ def replace_sgd(
       nesterov: SGD's. Default `False`.
       weight_decay: what was added to the gradient before, as in PyTorch's SGD or by
         `optax.add_decayed_weights`. Default 0.
-      options: further arguments of :func:`shampoo`, as `dict(placement=placement)`.
-        Default `None`: there are none.
+      options: further arguments of :func:`shampoo`, as `dict(placement=placement)`,
+        which come before those above. Default `None`: there are none.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs` that prints as the call that makes it.
+      An `optax.GradientTransformationExtraArgs` that prints as the call that it
+      stands for.
 
     Raises:
       ValueError: if an argument has a value that :func:`shampoo` does not take.
@@ -124,7 +130,7 @@ def replace_sgd(
     Examples:
       >>> import shampoo_optax as so
       >>> so.replace_sgd(0.1, weight_decay=1e-4)
-      shampoo(
+      so.shampoo(
           learning_rate=0.1,
           b1=0.0,
           b2=0.999,
@@ -159,12 +165,14 @@ def replace_adamw_by_soap(
     eps: ArrayLike = 1e-8,
     *,
     weight_decay: ArrayLike = 1e-4,
+    mask: Mask | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""SOAP in the place of `optax.adamw`, with its numbers.
 
     SOAP is AdamW in the basis Q of the factors, with :math:`\hat m / (\sqrt{\hat v} +
-    \epsilon)` of :math:`Q^\top G`; AdamW's numbers are where to start from.
+    \epsilon)` of :math:`Q^\top G`; AdamW's numbers are where to start from;
+    try larger rates too.
 
     Args:
       learning_rate: AdamW's, a number or a schedule.
@@ -172,11 +180,13 @@ def replace_adamw_by_soap(
       b2: AdamW's, for the factors too. Default 0.999.
       eps: AdamW's. Default 1e-8.
       weight_decay: AdamW's. Default 1e-4.
-      options: further arguments of :func:`soap`, as `dict(placement=placement)`.
-        Default `None`: there are none.
+      mask: AdamW's, which parameters decay. Default `None`: all.
+      options: further arguments of :func:`soap`, as `dict(placement=placement)`,
+        which come before those above. Default `None`: there are none.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs` that prints as the call that makes it.
+      An `optax.GradientTransformationExtraArgs` that prints as the call that it
+      stands for.
 
     Raises:
       ValueError: if an argument has a value that :func:`soap` does not take.
@@ -184,14 +194,19 @@ def replace_adamw_by_soap(
     Examples:
       >>> import shampoo_optax as so
       >>> so.replace_adamw_by_soap(3e-3, b1=0.95, b2=0.95)
-      soap(learning_rate=0.003, b1=0.95, b2=0.95, eps=1e-08, weight_decay=0.0001)
+      so.soap(learning_rate=0.003, b1=0.95, b2=0.95, eps=1e-08, weight_decay=0.0001)
 
     References:
       Vyas et al., SOAP: Improving and Stabilizing Shampoo using Adam, 2024,
       https://arxiv.org/abs/2409.11321.
     """
     settings = dict(
-        learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+        **({} if mask is None else dict(mask=mask)),
     )
     return call(soap, **settings | dict(options or {}))
 
@@ -264,11 +279,12 @@ def algoperf_winner(
       steps: the steps of the run, AlgoPerf's `step_hint` of the workload, an integer
         >= 20; point 2 ends after 0.6 of them.
       point: which of the five, 1 to 5. Default 1.
-      options: further arguments of :func:`shampoo`, as `dict(placement=placement)`.
-        Default `None`: there are none.
+      options: further arguments of :func:`shampoo`, as `dict(placement=placement)`,
+        which come before those above. Default `None`: there are none.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs` that prints as the call that makes it.
+      An `optax.GradientTransformationExtraArgs` that prints as the call that it
+      stands for.
 
     Raises:
       ValueError: if an argument has a value other than those above, or an option one
@@ -280,7 +296,7 @@ def algoperf_winner(
       >>> tx = so.algoperf_winner(steps=10_000, point=5)
       >>> params = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
       >>> updates, _ = tx.update(params, tx.init(params), params)
-      >>> str(tx).count("WarmupCosine(peak=0.001308209823469072, warmup_steps=1000")
+      >>> str(tx).count("so.WarmupCosine(")
       2
 
     References:
@@ -320,7 +336,9 @@ def algoperf_winner(
         TABLE.label: call(shampoo, **settings | no_factors),
         "rest": call(shampoo, **settings),
     }
-    labels = _Labels(label_by(TABLE, default="rest"), "label_by(TABLE, default='rest')")
+    labels = _Labels(
+        label_by(TABLE, default="rest"), "so.label_by(so.TABLE, default='rest')"
+    )
     return call(partition, groups, labels, name="optax.partition")
 
 
@@ -357,7 +375,8 @@ def llm_pretraining(
         there are none.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs` that prints as the call that makes it.
+      An `optax.GradientTransformationExtraArgs` that prints as the call that it
+      stands for.
 
     Raises:
       ValueError: if an argument has a value other than those above, or an option one
@@ -403,7 +422,7 @@ def llm_pretraining(
     adam = call(optax.adam, **shared, name="optax.adam")
     groups = dict.fromkeys(("table", "embedding", "head"), adamw)
     groups |= dict.fromkeys(("norm", "vector"), adam) | {"matrix": matrices}
-    labels = _Labels(label_by(*RULES), "label_by(*RULES)")
+    labels = _Labels(label_by(*RULES), "so.label_by(*so.RULES)")
     return call(
         optax.chain,
         call(

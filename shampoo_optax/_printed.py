@@ -1,5 +1,6 @@
-"""Transforms that print as the calls that make them."""
+"""Transforms that print as the calls of `so` and `optax` that they stand for."""
 
+import dataclasses
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ WIDTH = 88
 
 
 class Preset(optax.GradientTransformationExtraArgs):
-    """A transform that prints as the call that makes it."""
+    """A transform that prints as the call that it stands for."""
 
     text = ""
 
@@ -20,7 +21,7 @@ class Preset(optax.GradientTransformationExtraArgs):
 
 def call(function: Callable, *args: Any, name: str = "", **kwargs: Any) -> Preset:
     """What a function makes of its arguments, and how the call is written."""
-    name = name or function.__name__
+    name = name or f"so.{function.__name__}"
     shown = [*map(_shown, args), *(f"{k}={_shown(v)}" for k, v in kwargs.items())]
     preset = Preset(*optax.with_extra_args_support(function(*args, **kwargs)))
     preset.text = _lines(f"{name}(", shown, ")")
@@ -28,6 +29,10 @@ def call(function: Callable, *args: Any, name: str = "", **kwargs: Any) -> Prese
 
 
 def _shown(value: Any) -> str:
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        parts = [f"{k}={_shown(v)}" for k, v in fields.items()]
+        return _lines(f"so.{type(value).__name__}(", parts, ")")
     if isinstance(value, dict):
         return _lines("{", [f"{k!r}: {_shown(v)}" for k, v in value.items()], "}")
     return getattr(value, "shown", None) or repr(value)

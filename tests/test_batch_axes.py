@@ -284,7 +284,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("batch, rule, value", WRONG, ids=str)
+@pytest.mark.parametrize("batch, rule, value", WRONG)
 def test_what_does_not_fit_is_refused(batch, rule, value):
     """With the path, the shape and the value."""
     tx = so.scale_by_shampoo(blocking=so.Blocking(batch=batch))

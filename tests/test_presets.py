@@ -12,7 +12,7 @@ import pytest
 import shampoo_optax as so
 from shampoo_optax._presets import POINTS
 
-NAMES = vars(so) | {"optax": optax}
+NAMES = {"so": so, "optax": optax}
 SHAPES = {"embed": (9, 4), "mlp": (4, 5), "norm_scale": (5,), "bias": (4,)}
 PRESETS = {
     "replace_adamw": lambda: so.replace_adamw(1e-3, 0.95, 0.98, 1e-7),
@@ -51,7 +51,8 @@ def test_what_is_printed_makes_the_same_transform(name):
 
 def with_adamw(make):
     """The update of AdamW, or of what takes its numbers, before the first refresh."""
-    return first_update(make(0.01, b1=0.8, b2=0.9, eps=1e-3, weight_decay=0.3))
+    mask = {"embed": True, "mlp": True, "norm_scale": False, "bias": False}
+    return first_update(make(0.01, 0.8, 0.9, 1e-3, weight_decay=0.3, mask=mask))
 
 
 @pytest.mark.parametrize("make", [so.replace_adamw, so.replace_adamw_by_soap])

@@ -82,7 +82,7 @@ def evaluated_is_the_mean_of_the_formula(names):
 
 
 def presets_are_what_they_print(names):
-    again = eval(repr(names["tx"]), vars(so) | {"optax": optax})
+    again = eval(repr(names["tx"]), {"so": so, "optax": optax})
     params = helpers.structs({"mlp": (4, 3)})
     first, second = (jax.eval_shape(tx.init, params) for tx in (names["tx"], again))
     assert jax.tree.structure(first) == jax.tree.structure(second)
