@@ -9,6 +9,7 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._checks import check_choice, check_integer
+from shampoo_optax._placement import beside
 
 
 def multi_steps(
@@ -74,6 +75,9 @@ def multi_steps(
         tx, size, use_grad_mean, should_skip_update_fn=should_skip_update_fn
     )
 
+    def init_fn(params: optax.Params) -> optax.MultiStepsState:
+        return beside(steps.init(params), params)
+
     def update_fn(
         updates: optax.Updates,
         state: optax.MultiStepsState,
@@ -89,7 +93,7 @@ def multi_steps(
         sums = _zero_where(state.mini_step == 0, state.acc_grads)
         return _zero_where(early, updates), state._replace(acc_grads=sums)
 
-    return optax.GradientTransformationExtraArgs(steps.init, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _zero_where(condition: jax.Array, tree: Any) -> Any:

@@ -98,7 +98,8 @@ def shampoo(
         decay; `None` stands for `learning_rate` where that is a Python number. Default
         `None`.
       max_rms: largest root mean square of a parameter's direction, > 0, as in
-        :func:`cap_rms`, before decay and momentum. Default `None`: any.
+        :func:`cap_rms`, before decay and momentum, which makes it at most 1 / (1 -
+        `momentum`) times larger. Default `None`: any.
       rms: what that of every parameter is made, > 0, as in :func:`match_rms`, before
         decay, momentum and `max_rms`. Default `None`: it is left as it is.
       trace_scaling: the a >= 0 of :math:`L_k / c` times :math:`\mathrm{tr}(L_k /
@@ -243,7 +244,7 @@ def soap(
       max_rms: largest root mean square of a parameter's direction, > 0, as in
         :func:`cap_rms`. Default `None`: any.
       rms: what that of every parameter is made, > 0, as in :func:`match_rms`, before
-        decay, momentum and `max_rms`. Default `None`: it is left as it is.
+        decay and `max_rms`. Default `None`: it is left as it is.
       ignored_axes: axes that are not rotated and have no factor, by the order of a
         block, `{order: axes}`. Default `None`: none are ignored.
       form: `"official"` or `"paper"`, as in :func:`scale_by_soap`. Default

@@ -84,7 +84,8 @@ def inverse_free_shampoo(
         decay; `None` stands for `learning_rate` where that is a Python number. Default
         `None`.
       max_rms: largest root mean square of a parameter's direction, > 0, as in
-        :func:`cap_rms`, before decay and momentum. Default `None`: any.
+        :func:`cap_rms`, before decay and momentum, which makes it at most 1 / (1 -
+        `momentum`) times larger. Default `None`: any.
       rms: what that of every parameter is made, > 0, as in :func:`match_rms`, before
         decay, momentum and `max_rms`. Default `None`: it is left as it is.
       structure: of the roots, `"dense"` or `"diagonal"`. Default `"dense"`.
@@ -219,7 +220,8 @@ def root_free_rmsprop(
         decay; `None` stands for `learning_rate` where that is a Python number. Default
         `None`.
       max_rms: largest root mean square of a parameter's direction, > 0, as in
-        :func:`cap_rms`, before decay and momentum. Default `None`: any.
+        :func:`cap_rms`, before decay and momentum, which makes it at most 1 / (1 -
+        `momentum`) times larger. Default `None`: any.
       rms: what that of every parameter is made, > 0, as in :func:`match_rms`, before
         decay, momentum and `max_rms`. Default `None`: it is left as it is.
       blocking: how parameters are merged and cut, a :class:`Blocking`; felt through

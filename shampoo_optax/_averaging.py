@@ -17,6 +17,7 @@ from shampoo_optax._checks import (
 )
 from shampoo_optax._config import Stored
 from shampoo_optax._decay import check_decay, decay_rate, rate_at
+from shampoo_optax._placement import beside
 from shampoo_optax._trees import (
     advance,
     next_count,
@@ -308,12 +309,13 @@ def _iterate_averaging(
 
     def init_fn(params: optax.Params) -> IterateAveragingState:
         widest = jnp.result_type(float)
-        return IterateAveragingState(
+        state = IterateAveragingState(
             count=jnp.zeros((), jnp.int32),
             fast=jax.tree.map(first, params),
             weight_sum=jnp.zeros((), widest),
             train_coefficient=jnp.array(train_coefficient, widest),
         )
+        return beside(state, params)
 
     def update_fn(
         updates: optax.Updates,

@@ -16,6 +16,7 @@ from shampoo_optax._checks import (
     check_number,
     check_rate,
 )
+from shampoo_optax._placement import beside
 from shampoo_optax._trees import next_count, require_params, tree_map, wide
 
 
@@ -144,8 +145,7 @@ def decay_weights(
     check_mask(mask)
 
     def init_fn(params: optax.Params) -> DecayWeightsState:
-        del params
-        return DecayWeightsState(jnp.zeros((), jnp.int32))
+        return beside(DecayWeightsState(jnp.zeros((), jnp.int32)), params)
 
     def update_fn(
         updates: optax.Updates,

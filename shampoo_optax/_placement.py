@@ -349,3 +349,25 @@ def place_rest(
         return jax.tree.map(place, tx.init(params))
 
     return optax.GradientTransformationExtraArgs(init_fn, tx.update)
+
+
+def beside(state: Any, params: optax.Params) -> Any:
+    """Puts the scalars of a first state on the mesh of the parameters, if there is one.
+
+    Where they are after an update, as in :func:`place_rest`.
+    """
+    meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(params) if _on_mesh(leaf)]
+    if not meshes:
+        return state
+    whole = NamedSharding(meshes[0], PartitionSpec())
+
+    def place(leaf: jax.Array) -> jax.Array:
+        return leaf if leaf.ndim or leaf.committed else jax.device_put(leaf, whole)
+
+    return jax.tree.map(place, state)
+
+
+def _on_mesh(leaf: Any) -> bool:
+    """Whether a leaf is an array, and no tracer, that is on a mesh."""
+    here = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    return here and isinstance(leaf.sharding, NamedSharding)

@@ -185,7 +185,9 @@ def scale_by_shampoo(
 
     Guards: a block whose gradient has a NaN or Inf, or would overflow the factors,
     is left as it is at that step, with a direction of 0; a direction that is not
-    finite is 0 too (`state.skipped` counts both).
+    finite is 0 too (`state.skipped` counts both). Averages miss such a step, or one
+    without a gradient, while the step count goes on: without grafting, directions right
+    after it are shorter.
     A new root that is not finite, or whose method has a large residual, is refused,
     and the old one stays (`state.failures` counts); so it does for a zero factor
     without `eps`. A gradient leaf that is `None` where

@@ -55,10 +55,11 @@ def test_alias_is_the_chain(name):
     alias = getattr(so, name)
     momentum = MOMENTUM if heavy else {}
     given = keywords | momentum | DECAY | dict(learning_rate=0.1, mask=MASK)
+    given |= dict(rms=0.3, max_rms=0.25)
     parameters = inspect.signature(alias).parameters
     assert given.keys() == parameters.keys()
     assert all(given[key] != parameters[key].default for key in given)
-    chain = [make(**keywords)]
+    chain = [make(**keywords), so.match_rms(0.3), so.cap_rms(0.25)]
     rates = dict(learning_rate=0.1, peak_learning_rate=0.2)
     chain.append(so.decay_weights(0.1, decay="corrected", mask=MASK, **rates))
     if heavy:

@@ -357,3 +357,41 @@ def test_good_placements():
     assert so.Placement(mesh, "y").axes == ("y",)
     assert so.Placement(mesh, ["y", "x"]).axes == ("y", "x")
     assert so.Placement(axes="data", cost=[0, 0, 0, 1]).cost == (0.0, 0.0, 0.0, 1.0)
+
+
+# ---- C12: chains of our own transforms, from a plain `init`
+
+CHAINED = {
+    "schedule_free": lambda tx: optax.chain(tx, so.schedule_free(0.1)),
+    "multi_steps": lambda tx: so.multi_steps(optax.chain(tx, optax.scale(-0.1)), 2),
+    "decay_weights": lambda tx: optax.chain(
+        tx,
+        so.decay_weights(
+            0.1,
+            decay="corrected",
+            learning_rate=lambda count: 0.1 / (1 + count),
+            peak_learning_rate=0.1,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("name", CHAINED)
+def test_chains_compile_once(name, kind):
+    placement = helpers.placement_of(8, kind=kind)
+    tx = CHAINED[name](so.scale_by_sign_descent(placement=placement))
+    params = helpers.replicate({"w": jnp.ones((8, 4))}, placement.mesh)
+    state = tx.init(params)
+
+    @helpers.quick_jit
+    def step(params, state):
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with helpers.compilations() as first:
+        params, state = jax.block_until_ready(step(params, state))
+    with helpers.compilations() as later:
+        for _ in range(3):
+            params, state = jax.block_until_ready(step(params, state))
+    assert (first, later) == ([1], [0])
