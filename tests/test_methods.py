@@ -307,7 +307,7 @@ def precision(name):
 
 
 # What it takes to cut a matrix of its own into its slot, and to paste it back.
-OF_A_LEAF = {"slice": 2, "reshape": 4, "transpose": 2}
+OF_A_LEAF = {"slice": 2, "reshape": 6, "transpose": 2}
 
 
 def program_size(name):
