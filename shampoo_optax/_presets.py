@@ -339,7 +339,7 @@ def algoperf_winner(
     labels = _Labels(
         label_by(TABLE, default="rest"), "so.label_by(so.TABLE, default='rest')"
     )
-    return call(partition, groups, labels, name="optax.partition")
+    return call(partition, groups, labels, name=f"optax.{partition.__name__}")
 
 
 def llm_pretraining(
@@ -430,6 +430,6 @@ def llm_pretraining(
             max_norm=max_norm,
             name="optax.clip_by_global_norm",
         ),
-        call(partition, groups, labels, name="optax.partition"),
+        call(partition, groups, labels, name=f"optax.{partition.__name__}"),
         name="optax.chain",
     )
