@@ -41,6 +41,10 @@ class Placement:
     devices that take different branches wait for each other for ever. Bad gradients
     are guarded here.
 
+    Parameters that are divided over Auto axes need a placement on jax 0.7: its compiler
+    gets uneven pieces of such arrays wrong outside of `jax.shard_map`. Newer releases,
+    0.10 among them, do not.
+
     On a cluster a program adds these lines; on CPU, before them, `jax.config.update(
     "jax_cpu_collectives_implementation", "gloo")`. ::
 

@@ -68,7 +68,7 @@ def test_built_in_grafting_is_the_same(name):
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("blocking", [None, BLOCKING], ids=["parameter", "block"])
+@pytest.mark.parametrize("blocking", [None, so.Blocking(4)], ids=["parameter", "block"])
 def test_sharded_parameters(kind, blocking):
     mesh = helpers.mesh_of(8, kind=kind)
     grads = {"w": helpers.normals(0, 8, 4), "b": helpers.normals(1, 5)}
