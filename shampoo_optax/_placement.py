@@ -366,7 +366,9 @@ def beside(state: Any, params: optax.Params) -> Any:
     whole = NamedSharding(meshes[0], PartitionSpec())
 
     def place(leaf: jax.Array) -> jax.Array:
-        return leaf if leaf.ndim or leaf.committed else jax.device_put(leaf, whole)
+        traced = isinstance(leaf, jax.core.Tracer)
+        there = traced or leaf.ndim or leaf.committed
+        return leaf if there else jax.device_put(leaf, whole)
 
     return jax.tree.map(place, state)
 
