@@ -1,6 +1,7 @@
 """Presets: their settings, what they print, and that it makes the same transform."""
 
 import copy
+import re
 
 import helpers
 import jax
@@ -92,6 +93,15 @@ def test_settings_of_the_submission():
         assert ("nesterov=True" in text) == (point in (3, 4))
         assert ("{1: 0.5, 2: 0.5, 3: 0.5, 4: 0.5}" in text) == (point == 4)
     assert "steps=600" in shown[2] and "warmup_steps=100" in shown[5]
+
+
+def test_the_submission_looks_ahead_as_nadam_does():
+    """The weights of point 1 by hand: b1 = 1 - 0.06733926164, and b3 its square."""
+    text = str(so.algoperf_winner(1000))
+    found = {
+        key: float(re.search(rf"\b{key}=([\d.]+)", text)[1]) for key in ("b1", "b3")
+    }
+    assert found == pytest.approx({"b1": 0.93266073836, "b3": 0.86985605287}, rel=1e-9)
 
 
 def test_tables_of_the_submission_are_left_to_adam():
