@@ -104,6 +104,17 @@ def test_the_submission_looks_ahead_as_nadam_does():
     assert found == pytest.approx({"b1": 0.93266073836, "b3": 0.86985605287}, rel=1e-9)
 
 
+def test_settings_of_a_language_model():
+    """What is printed is what is run: clipped, warmed up, down to a tenth."""
+    tx = so.llm_pretraining(2e-3, 100, weight_decay=0.25, max_norm=0.5, warmup_steps=7)
+    schedule = "so.WarmupCosine(peak=0.002, warmup_steps=7, steps=100, end=0.1)"
+    text = str(tx)
+    assert "optax.clip_by_global_norm(max_norm=0.5)" in text
+    assert text.count(schedule) == text.count("b1=0.95") == text.count("b2=0.95") == 6
+    assert text.count("weight_decay=0.25") == 4  # all but norms and vectors
+    assert "warmup_steps=5," in str(so.llm_pretraining(2e-3, 100))
+
+
 def test_tables_of_the_submission_are_left_to_adam():
     table, matrix = (1_000_001, 1), (4, 3)
     params = helpers.structs({"table": table, "matrix": matrix})
