@@ -72,6 +72,7 @@ from shampoo_optax._schedules import WarmupCosine
 from shampoo_optax._shampoo import ScaleByShampooState, scale_by_shampoo
 from shampoo_optax._sign import ScaleBySignDescentState, scale_by_sign_descent
 from shampoo_optax._soap import ScaleBySoapState, scale_by_soap
+from shampoo_optax._specs import specs_of
 from shampoo_optax._spectral import (
     ScaleBySpectralDescentState,
     scale_by_spectral_descent,
@@ -152,6 +153,7 @@ __all__ = [
     "schedule_free",
     "shampoo",
     "soap",
+    "specs_of",
     "state_shardings",
     "to_portable",
     "train_params",

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -15,8 +15,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from shampoo_optax._checks import check_choice, check_number
+from shampoo_optax._rules import Chooser, Rules
+from shampoo_optax._specs import checked_specs
 
 Wire = Literal["float32", "bfloat16", "float16"]
+Mode = Literal["lossless", "local"]
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,25 @@ class Placement:
         `"memory"`.
       reduce: whether gradients still have to be averaged over `axes`; needs a
         `mesh` of `None`. Default `False`.
+      specs: how parameters are divided over the mesh, a `jax.sharding.PartitionSpec`
+        for all; or a mapping from regular expressions, searched for in the path
+        whatever the case of its letters, to one or to `None` (whole), of which the
+        first that is found counts, parameters without a rule being whole; or a function
+        `(path: str, jax.ShapeDtypeStruct)` of the whole shape that returns one or
+        `None`. :func:`specs_of` writes down how arrays lie. Default `None`: as the
+        types say on Explicit axes, and whole on Auto axes, which is correct there too,
+        but has every gradient on each device.
+      mode: `"lossless"`, which cuts whole parameters into blocks and so does what is
+        done without a mesh; or `"local"`, in which every device cuts its own shards
+        into blocks, and keeps and works on these: nothing is sent, and the step is that
+        without a mesh whose :class:`Batch` splits the dimensions into their shards.
+        Default `"lossless"`.
 
     Raises:
-      ValueError: if a field has a value other than those above.
+      ValueError: if a field has a value other than those above; in `init`, if `specs`
+        do not fit a parameter: an entry too many, an axis twice or not among `axes`, a
+        dimension that its shards do not divide evenly, or in local mode shards that
+        do not hold whole parts of a `Batch.split`.
 
     Examples:
       >>> import functools, jax, jax.numpy as jnp
@@ -113,6 +132,10 @@ class Placement:
     dtype: Wire | DTypeLike | None = None
     cost: Literal["memory"] | tuple[float, ...] = "memory"
     reduce: bool = False
+    specs: (
+        PartitionSpec | Mapping[str, PartitionSpec | None] | Rules | Chooser | None
+    ) = None
+    mode: Mode = "lossless"
 
     def __post_init__(self):
         if self.mesh is not None:
@@ -128,6 +151,10 @@ class Placement:
                 "`reduce` must be False with a mesh, whose update takes gradients "
                 f"that are averaged already, got {self.reduce!r}."
             )
+        object.__setattr__(self, "specs", checked_specs(self.specs))
+        check_choice("mode", self.mode, get_args(Mode))
+        if self.mesh is None:
+            _check_meshless(self.specs, self.mode)
 
     def _checked_axes(self) -> tuple[str, ...]:
         names = None if self.mesh is None else tuple(self.mesh.axis_names)
@@ -144,6 +171,16 @@ class Placement:
         if names is not None and not set(axes) <= set(names):
             raise ValueError(f"`axes` must be among {names}, got {self.axes!r}.")
         return tuple(axes)
+
+
+def _check_meshless(specs: Any, mode: Mode) -> None:
+    for name, value, default in (("specs", specs, None), ("mode", mode, "lossless")):
+        if value != default:
+            raise ValueError(
+                f"`{name}` must have a mesh to speak of: inside your own jax.shard_map "
+                "a transform without placement, on each device's own shards, is local "
+                f"mode, got {value!r}."
+            )
 
 
 def _check_mesh(mesh: Any) -> None:
