@@ -134,6 +134,25 @@ def plan_of(
     return Plan(shapes, views, merged, placed, stacks, division.owners)
 
 
+def on_each(plan: Plan, devices: int) -> Plan:
+    """The plan of one device's shards as that of all: each has such slots.
+
+    The slots of regions are those of one device.
+    """
+    names = {name: f"{name}@{devices}local" for name in plan.stacks}
+    regions = tuple(
+        region._replace(
+            pieces=tuple(p._replace(stack=names[p.stack]) for p in region.pieces)
+        )
+        for region in plan.regions
+    )
+    stacks = {
+        names[name]: stack._replace(size=stack.size * devices)
+        for name, stack in plan.stacks.items()
+    }
+    return plan._replace(regions=regions, stacks=stacks, owners=devices)
+
+
 def _open_stacks(
     counts: Counter,
     dtype: np.dtype,

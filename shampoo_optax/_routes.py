@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from shampoo_optax._specs import Spec
 from shampoo_optax._stacks import Plan, Region, View
 
 Names = tuple[str, ...]  # of axes of a mesh
-Spec = tuple[Names, ...]  # the axes that each dimension of an array is divided over
 Run = tuple[int, int, int]  # the (start, count, size) of equal blocks along an axis
 
 
