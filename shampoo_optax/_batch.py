@@ -1,14 +1,12 @@
 """Batch axes: dimensions along which a parameter is many parameters."""
 
 import operator
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
-from shampoo_optax._stacks import View, whole_view
+from shampoo_optax._rules import Chooser, Kind, Rules, checked, chosen, name_of, unfit
+from shampoo_optax._stacks import View
 
 
 @dataclass(frozen=True)
@@ -51,10 +49,6 @@ class Batch:
         object.__setattr__(self, "split", _checked_split(self.split))
 
 
-Rules = tuple[tuple[str, Batch | None], ...]  # regular expressions, the first counts
-Chooser = Callable[[str, jax.ShapeDtypeStruct], Any]
-
-
 def _is_integer(value: Any) -> bool:
     try:
         operator.index(value)
@@ -94,7 +88,7 @@ def _is_axes(value: Any) -> bool:
     return several or _is_integer(value)
 
 
-def _as_batch(value: Any) -> Batch | None:
+def _read(value: Any) -> Batch | None:
     if value is None or isinstance(value, Batch):
         return value
     if not _is_axes(value):
@@ -102,92 +96,82 @@ def _as_batch(value: Any) -> Batch | None:
     return Batch(value)
 
 
-def _checked_rule(path: str, value: Any) -> tuple[str, Batch | None]:
-    re.compile(path, re.IGNORECASE)
-    return path, _as_batch(value)
+_KIND = Kind("batch", "axes, a Batch", _read)
 
 
 def checked_batch(batch: Any) -> Batch | Rules | Chooser | None:
     """The `batch` of a `Blocking`, in the form in which it is kept."""
-    if batch is None or callable(batch):
-        return batch
-    try:
-        if isinstance(batch, Batch) or _is_axes(batch):
-            return _as_batch(batch)
-        rules = batch.items() if isinstance(batch, Mapping) else batch
-        return tuple(_checked_rule(*rule) for rule in rules)
-    except (TypeError, re.error):
-        raise ValueError(
-            "`batch` must be axes, a Batch, a mapping from regular expressions to "
-            f"these, or a function of a path and an array, got {batch!r}."
-        ) from None
+    return checked(_KIND, batch)
 
 
 def views_of(
-    batch: Batch | Rules | Chooser | None, paths: Sequence[tuple], leaves: Sequence[Any]
+    batch: Batch | Rules | Chooser | None,
+    paths: Sequence[tuple],
+    leaves: Sequence[Any],
+    shards: Sequence[tuple[int, ...]] | None = None,
 ) -> tuple[View, ...]:
-    """How each parameter is seen.
+    """How each parameter, or a device's shard of it, is seen.
 
     Args:
       batch: that of a `Blocking`.
       paths: of the parameters, as `jax.tree_util` has them.
-      leaves: arrays or `ShapeDtypeStruct`s; only shapes and dtypes are read.
+      leaves: arrays or `ShapeDtypeStruct`s; only shapes and dtypes are read, the
+        global ones.
+      shards: of each parameter the numbers of shards along its dimensions, which
+        divide them evenly; without them parameters are whole.
 
     Raises:
-      ValueError: if a parameter has no such axes.
+      ValueError: if a parameter has no such axes, or shards do not hold whole parts.
     """
-    if batch is None:
-        return tuple(whole_view(leaf.shape) for leaf in leaves)
+    if shards is None:
+        shards = [(1,) * len(leaf.shape) for leaf in leaves]
     return tuple(
-        _view_of(batch, jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
-        for path, leaf in zip(paths, leaves, strict=True)
+        _view_of(batch, name_of(path), leaf, counts)
+        for path, leaf, counts in zip(paths, leaves, shards, strict=True)
     )
 
 
-def _view_of(batch: Batch | Rules | Chooser, path: str, leaf: Any) -> View:
-    chosen = _chosen(batch, path, leaf)
-    if chosen is None:
-        return whole_view(leaf.shape)
-    axes = _places(chosen, chosen.axes, path, leaf)
-    keys = _places(chosen, [axis for axis, _ in chosen.split], path, leaf)
-    if len({*axes, *keys}) < len(axes) + len(keys):
-        raise _unfit(chosen, path, leaf, "name no axis twice")
-    parts = dict(zip(keys, (n for _, n in chosen.split), strict=True))
-    if any(leaf.shape[axis] % n for axis, n in parts.items()):
-        raise _unfit(chosen, path, leaf, "split axes into equal parts")
+def _view_of(
+    batch: Batch | Rules | Chooser | None,
+    path: str,
+    leaf: Any,
+    shards: tuple[int, ...],
+) -> View:
+    said = chosen(_KIND, batch, path, leaf) or Batch()
+    axes, parts = _checked_places(said, path, leaf)
+    if any(n % shards[axis] for axis, n in parts.items()):
+        raise ValueError(
+            "`specs` must leave the parts of split axes whole in local mode, got "
+            f"{shards} shards of {said!r} for {list(leaf.shape)} at {path!r}."
+        )
     shape, first, last = [], [], []
-    for axis, side in enumerate(leaf.shape):
+    for axis, (side, count) in enumerate(zip(leaf.shape, shards, strict=True)):
         if axis in parts:
             first.append(len(shape))
-            shape.append(parts[axis])
+            shape.append(parts[axis] // count)
+            side, count = side // parts[axis], 1
         (first if axis in axes else last).append(len(shape))
-        shape.append(side // parts.get(axis, 1))
+        shape.append(side // count)
     return View(tuple(shape), (*first, *last), len(first))
 
 
-def _chosen(batch: Batch | Rules | Chooser, path: str, leaf: Any) -> Batch | None:
-    """What is said of one parameter."""
-    if isinstance(batch, Batch):
-        return batch
-    if isinstance(batch, tuple):
-        matching = (one for rule, one in batch if re.search(rule, path, re.IGNORECASE))
-        return next(matching, None)
-    answer = batch(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    try:
-        return _as_batch(answer)
-    except TypeError:
-        raise _unfit(answer, path, leaf, "return axes, a Batch or None") from None
+def _checked_places(
+    batch: Batch, path: str, leaf: Any
+) -> tuple[tuple[int, ...], dict[int, int]]:
+    """The batch axes, and the parts of those that are split, counted from the first."""
+    axes = _places(batch, batch.axes, path, leaf)
+    keys = _places(batch, [axis for axis, _ in batch.split], path, leaf)
+    if len({*axes, *keys}) < len(axes) + len(keys):
+        raise unfit(_KIND, "name no axis twice", batch, path, leaf)
+    parts = dict(zip(keys, (n for _, n in batch.split), strict=True))
+    if any(leaf.shape[axis] % n for axis, n in parts.items()):
+        raise unfit(_KIND, "split axes into equal parts", batch, path, leaf)
+    return axes, parts
 
 
 def _places(batch: Batch, axes: Sequence[int], path: str, leaf: Any) -> tuple[int, ...]:
     """The axes, counted from the first."""
     order = len(leaf.shape)
     if not all(-order <= axis < order for axis in axes):
-        raise _unfit(batch, path, leaf, "name axes of the parameter")
+        raise unfit(_KIND, "name axes of the parameter", batch, path, leaf)
     return tuple(axis % order for axis in axes)
-
-
-def _unfit(value: Any, path: str, leaf: Any, what: str) -> ValueError:
-    return ValueError(
-        f"`batch` must {what}, got {value!r} for {list(leaf.shape)} at {path!r}."
-    )

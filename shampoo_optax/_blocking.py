@@ -7,7 +7,7 @@ and the `Blocking` record, evaluated while tracing.
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -134,6 +134,25 @@ def plan_of(
     return Plan(shapes, views, merged, placed, stacks, division.owners)
 
 
+def on_each(plan: Plan, devices: int) -> Plan:
+    """The plan of one device's shards as that of all: each has such slots.
+
+    The slots of regions are those of one device.
+    """
+    names = {name: f"{name}@{devices}local" for name in plan.stacks}
+    regions = tuple(
+        region._replace(
+            pieces=tuple(p._replace(stack=names[p.stack]) for p in region.pieces)
+        )
+        for region in plan.regions
+    )
+    stacks = {
+        names[name]: stack._replace(size=stack.size * devices)
+        for name, stack in plan.stacks.items()
+    }
+    return plan._replace(regions=regions, stacks=stacks, owners=devices)
+
+
 def _open_stacks(
     counts: Counter,
     dtype: np.dtype,
@@ -174,7 +193,7 @@ def _from_slices(slices: jax.Array, view: View, shape: Sequence[int]) -> jax.Arr
     return slices.reshape(view.moved).transpose(back).reshape(shape)
 
 
-def _cut_region(leaf: jax.Array, region: Region) -> jax.Array:
+def cut_region(leaf: jax.Array, region: Region) -> jax.Array:
     """One box of merged slices as a stack: `[1, 4, 6]` in `[2, 3]` is `[4, 2, 3]`."""
     order = len(region.block)
     box = jax.lax.slice(leaf, (0, *region.start), (region.slices, *region.limit))
@@ -185,7 +204,7 @@ def _cut_region(leaf: jax.Array, region: Region) -> jax.Array:
     return box.reshape(region.size, *region.stacked)
 
 
-def _pad(blocks: jax.Array, size: int, block: Sequence[int]) -> jax.Array:
+def pad(blocks: jax.Array, size: int, block: Sequence[int]) -> jax.Array:
     """Adds zeros behind: `[m, *smaller]` becomes `[size, *block]`."""
     widths = [(0, n - m) for m, n in zip(blocks.shape, (size, *block), strict=True)]
     return jnp.pad(blocks, widths) if any(after for _, after in widths) else blocks
@@ -193,22 +212,44 @@ def _pad(blocks: jax.Array, size: int, block: Sequence[int]) -> jax.Array:
 
 def cut(plan: Plan, leaves: Sequence[jax.Array | None]) -> Stacks:
     """Cuts leaves into stacks of blocks in the stacks' dtypes; `None` gives zeros."""
-    parts = {name: {} for name in plan.stacks}  # {stack: {slot: blocks}}
-    for region in plan.regions:
+
+    def blocks_of(region: Region) -> jax.Array:
         leaf = leaves[region.leaf]
         if leaf is None:
-            blocks = jnp.zeros((region.size, *region.stacked))
-        else:
-            slices = _slices_of(leaf, plan.views[region.leaf])
-            merged = (region.slices, *plan.merged[region.leaf])
-            blocks = _cut_region(slices.reshape(merged), region)
-        start = 0
+            return jnp.zeros((region.size, *region.stacked))
+        slices = _slices_of(leaf, plan.views[region.leaf])
+        merged = (region.slices, *plan.merged[region.leaf])
+        return cut_region(slices.reshape(merged), region)
+
+    def in_dtype(region: Region, stack: str, blocks: jax.Array) -> jax.Array:
+        return blocks.astype(plan.stacks[stack].dtype)
+
+    return fill(plan.stacks, plan.regions, blocks_of, in_dtype)
+
+
+def fill(
+    stacks: dict[str, Stack],
+    regions: Iterable[Region],
+    blocks_of: Callable[[Region], jax.Array],
+    shaped: Callable[[Region, str, jax.Array], jax.Array],
+) -> Stacks:
+    """Fills stacks with the blocks of regions.
+
+    Args:
+      stacks: the stacks, padded with zeros where there is no block.
+      regions: the regions.
+      blocks_of: gives the blocks of a region, in their order.
+      shaped: maps some of them to what a stack, the second argument, has of them.
+    """
+    parts = {name: {} for name in stacks}  # {stack: {slot: blocks}}
+    for region in regions:
+        blocks, start = blocks_of(region), 0
         for piece in region.pieces:
             part = blocks[start : start + piece.size]
-            parts[piece.stack][piece.slot] = part.astype(plan.stacks[piece.stack].dtype)
+            parts[piece.stack][piece.slot] = shaped(region, piece.stack, part)
             start += piece.size
     return {
-        name: _fill([part[slot] for slot in sorted(part)], plan.stacks[name])
+        name: _fill([part[slot] for slot in sorted(part)], stacks[name])
         for name, part in parts.items()
     }
 
@@ -217,8 +258,8 @@ def _fill(parts: list[jax.Array], stack: Stack) -> jax.Array:
     """Joins blocks, in the order of their slots, and pads them to a whole stack."""
     runs = itertools.groupby(parts, key=lambda part: part.shape[1:])
     runs = [_concatenate(list(run)) for _, run in runs]
-    blocks = _concatenate([_pad(run, len(run), stack.block) for run in runs])
-    return _pad(blocks, stack.size, stack.block)
+    blocks = _concatenate([pad(run, len(run), stack.block) for run in runs])
+    return pad(blocks, stack.size, stack.block)
 
 
 def _concatenate(parts: Sequence[jax.Array]) -> jax.Array:
@@ -251,9 +292,8 @@ def unpadded_sides(plan: Plan) -> dict:
     }
 
 
-def _paste_region(stacks: Stacks, region: Region) -> jax.Array:
-    inner = tuple(slice(side) for side in region.stacked)
-    blocks = _concatenate([stacks[p.stack][p.slots, *inner] for p in region.pieces])
+def _tile(blocks: jax.Array, region: Region) -> jax.Array:
+    """The box of slices that a region's blocks are."""
     order = len(region.block)
     # [slices, g0, g1, ..., b0, b1, ...]
     box = blocks.reshape(region.slices, *region.grid, *region.stacked)
@@ -277,25 +317,41 @@ def _join(boxes: list[jax.Array], counts: Sequence[int]) -> jax.Array:
     return whole
 
 
+def assemble(
+    regions: Iterable[Region], part_of: Callable[[Region, Piece], jax.Array]
+) -> dict[int, jax.Array]:
+    """The merged slices of parameters from their blocks, `{leaf: [slices, *merged]}`.
+
+    Args:
+      regions: of these parameters.
+      part_of: gives the blocks of a piece of a region, without padding.
+    """
+    boxes, starts = {}, {}
+    for region in regions:
+        blocks = _concatenate([part_of(region, piece) for piece in region.pieces])
+        boxes.setdefault(region.leaf, []).append(_tile(blocks, region))
+        starts.setdefault(region.leaf, []).append(region.start)
+    counts = {
+        leaf: [len(set(along)) for along in zip(*origins, strict=True)]
+        for leaf, origins in starts.items()
+    }
+    return {leaf: _join(parts, counts[leaf]) for leaf, parts in boxes.items()}
+
+
 def paste(plan: Plan, stacks: Stacks, like: Sequence[jax.Array | None]) -> list:
     """Puts blocks back into leaves with the shapes and dtypes of `like`.
 
     Numbers beyond the range of a dtype become its largest. A leaf that is `None` in
     `like` comes back as `None`, one without elements as it was.
     """
-    boxes = [[] for _ in plan.shapes]
-    starts = [[] for _ in plan.shapes]
-    for region in plan.regions:
-        if like[region.leaf] is not None:
-            boxes[region.leaf].append(_paste_region(stacks, region))
-            starts[region.leaf].append(region.start)
-    leaves = []
-    for leaf, shape, view, parts, origin in zip(
-        like, plan.shapes, plan.views, boxes, starts, strict=True
-    ):
-        if leaf is not None and parts:
-            counts = [len(set(along)) for along in zip(*origin, strict=True)]
-            whole = _from_slices(_join(parts, counts), view, shape)
-            leaf = narrow(whole, leaf.dtype)
-        leaves.append(leaf)
+
+    def part_of(region: Region, piece: Piece) -> jax.Array:
+        return stacks[piece.stack][piece.slots, *map(slice, region.stacked)]
+
+    present = [region for region in plan.regions if like[region.leaf] is not None]
+    merged = assemble(present, part_of)
+    leaves = list(like)
+    for leaf, slices in merged.items():
+        whole = _from_slices(slices, plan.views[leaf], plan.shapes[leaf])
+        leaves[leaf] = narrow(whole, like[leaf].dtype)
     return leaves

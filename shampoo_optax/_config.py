@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from shampoo_optax._batch import Batch, Rules, checked_batch
+from shampoo_optax._batch import Batch, checked_batch
 from shampoo_optax._checks import (
     Exponents,
     Graft,
@@ -20,6 +20,7 @@ from shampoo_optax._checks import (
     is_number,
 )
 from shampoo_optax._methods import Eigh, PseudoInverse, Root, check_exponent
+from shampoo_optax._rules import Rules
 
 MergeFrom = Literal["leading", "trailing"]
 Sides = Literal["both", "input", "output"]

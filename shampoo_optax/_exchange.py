@@ -74,13 +74,13 @@ def _gather_scaled(plan: Plan, axes: Axes, wire: np.dtype, sent: Stacks) -> Stac
     For dtypes with few exponents.
     """
     names = list(sent)
-    powers = {name: _power(block) for name, block in sent.items()}
-    scaled = [_scale(block, -powers[name]) for name, block in sent.items()]
+    powers = {name: power_of(block) for name, block in sent.items()}
+    scaled = [scale(block, -powers[name]) for name, block in sent.items()]
     rows = _gather_rows(axes, wire, [*scaled, *powers.values()])
     slots = sum(plan.share[name].size for name in names)
     powers = _split(plan, names, rows[:, -slots:], numbers=True)
     found = _split(plan, names, rows)
-    return {name: _scale(block, powers[name]) for name, block in found.items()}
+    return {name: scale(block, powers[name]) for name, block in found.items()}
 
 
 def _gather_rows(axes: Axes, wire: np.dtype, parts: list[jax.Array]) -> jax.Array:
@@ -89,7 +89,7 @@ def _gather_rows(axes: Axes, wire: np.dtype, parts: list[jax.Array]) -> jax.Arra
     return jax.lax.all_gather(narrow(row, wire), axes)
 
 
-def _power(blocks: jax.Array) -> jax.Array:
+def power_of(blocks: jax.Array) -> jax.Array:
     """An even power of two next to the largest entry of each block, `[n]`."""
     axes = tuple(range(1, blocks.ndim))
     tiny = jnp.finfo(blocks.dtype).tiny
@@ -97,7 +97,7 @@ def _power(blocks: jax.Array) -> jax.Array:
     return 2 * jnp.ceil(jnp.log2(largest) / 2)
 
 
-def _scale(blocks: jax.Array, powers: jax.Array) -> jax.Array:
+def scale(blocks: jax.Array, powers: jax.Array) -> jax.Array:
     """Multiplies by powers of two, in two steps so that none is out of range."""
     half = per_slot(jnp.exp2(powers / 2), blocks)
     return (blocks * half) * half

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from shampoo_optax._checks import check_choice, check_number
 from shampoo_optax._rules import Chooser, Rules
-from shampoo_optax._specs import checked_specs
+from shampoo_optax._specs import Spec, checked_specs
 
 Wire = Literal["float32", "bfloat16", "float16"]
 Mode = Literal["lossless", "local"]
@@ -156,6 +156,11 @@ class Placement:
         if self.mesh is None:
             _check_meshless(self.specs, self.mode)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the axes to divide over, of a mesh."""
+        return {axis: self.mesh.shape[axis] for axis in self.axes}
+
     def _checked_axes(self) -> tuple[str, ...]:
         names = None if self.mesh is None else tuple(self.mesh.axis_names)
         axes = names if self.axes is None else self.axes
@@ -235,6 +240,11 @@ def only_layouts(owners: int | Mesh = 0) -> Iterator[None]:
         _planned.reset(token)
 
 
+def is_local(placement: Placement | None) -> bool:
+    """Whether every device cuts and keeps its own shards."""
+    return placement is not None and placement.mode == "local"
+
+
 def layouts_wanted() -> bool:
     """Whether we are within :func:`only_layouts`."""
     return _planned.get() is not None
@@ -307,26 +317,42 @@ def on_shares(share: Callable[[], Any], placement: Placement) -> Callable[[], An
     return jax.jit(_shard_map(share, placement, in_specs=(), out_specs=specs))
 
 
-def on_mesh(run: Callable, placement: Placement) -> Callable:
-    """Runs a step on whole arrays, of which each device takes and gives its share.
+def on_mesh(run: Callable, placement: Placement, specs: Sequence[Spec]) -> Callable:
+    """Runs a step on arrays, of which each device takes and gives its shares.
 
     Jitted, since without that every operation would be sent to the devices alone.
+
+    Args:
+      run: maps leaves, count, fields and the rest to new leaves, count and fields.
+      placement: that of the fields.
+      specs: those of the leaves.
     """
     divided, whole = PartitionSpec(placement.axes), PartitionSpec()
-    mapped = _shard_map(
-        run,
-        placement,
-        in_specs=(whole, whole, divided, whole, whole),
-        out_specs=(whole, whole, divided),
-    )
-    if AxisType.Explicit in placement.mesh.axis_types:
-        mapped = functools.partial(_reshard_around, mapped, placement)
-    return jax.jit(mapped)
+    kinds = [PartitionSpec(*spec) for spec in specs]
+    around = AxisType.Explicit in placement.mesh.axis_types
+
+    def call(leaves: list, *rest: Any) -> tuple[list, jax.Array, dict[str, Any]]:
+        present = [
+            None if leaf is None else kind
+            for leaf, kind in zip(leaves, kinds, strict=True)
+        ]
+        mapped = _shard_map(
+            run,
+            placement,
+            in_specs=(present, whole, divided, whole, whole),
+            out_specs=(present, whole, divided),
+        )
+        if around:
+            return _reshard_around(mapped, placement, present, leaves, *rest)
+        return mapped(leaves, *rest)
+
+    return jax.jit(call)
 
 
 def _reshard_around(
     mapped: Callable,
     placement: Placement,
+    specs: list,
     leaves: list,
     count: jax.Array,
     fields: dict[str, Any],
@@ -334,15 +360,27 @@ def _reshard_around(
 ) -> tuple[list, jax.Array, dict[str, Any]]:
     """Brings arrays to the types that the mapped step takes, and updates back."""
     mesh = placement.mesh
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    typed = tuple(axis for axis in placement.axes if types[axis] == AxisType.Explicit)
-    divided = NamedSharding(mesh, PartitionSpec(typed) if typed else PartitionSpec())
     whole = NamedSharding(mesh, PartitionSpec())
+    divided = _typed(mesh, PartitionSpec(placement.axes))
     kinds = [None if leaf is None else jax.typeof(leaf).sharding for leaf in leaves]
-    leaves, count, rest = jax.sharding.reshard((leaves, count, rest), whole)
+    leaves = [
+        None if leaf is None else jax.sharding.reshard(leaf, _typed(mesh, spec))
+        for leaf, spec in zip(leaves, specs, strict=True)
+    ]
+    count, rest = jax.sharding.reshard((count, rest), whole)
     fields = jax.sharding.reshard(fields, divided)
     leaves, count, fields = mapped(leaves, count, fields, *rest)
     return _reshard_back(leaves, kinds), count, fields
+
+
+def _typed(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    """What types say of a spec: its Explicit axes."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    kept = [
+        tuple(axis for axis in names or () if types[axis] == AxisType.Explicit) or None
+        for names in spec
+    ]
+    return NamedSharding(mesh, PartitionSpec(*kept))
 
 
 def _reshard_back(leaves: list, kinds: list) -> list:

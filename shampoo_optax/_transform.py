@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,25 +15,30 @@ import optax
 from shampoo_optax._batch import views_of
 from shampoo_optax._blocking import (
     cut,
+    on_each,
     paste,
     plan_of,
     present_slots,
     unpadded_sides,
 )
 from shampoo_optax._config import Options
-from shampoo_optax._division import Division, polynomial
+from shampoo_optax._division import UNDIVIDED, Division, polynomial
 from shampoo_optax._exchange import gather, mean_own_blocks, own_blocks, own_tables
 from shampoo_optax._idle import warn_if_idle
 from shampoo_optax._leaves import read_gradients, read_params
 from shampoo_optax._placement import (
     Placement,
     check_outside,
+    is_local,
     layouts_wanted,
     on_mesh,
     on_shares,
     owners_of,
 )
+from shampoo_optax._routes import routes_of
+from shampoo_optax._specs import Spec, shards_of, specs_for
 from shampoo_optax._stacks import Inputs, Plan, Stack, Stacks, View
+from shampoo_optax._strips import collect, spread
 from shampoo_optax._trees import next_count, when_due
 
 
@@ -102,22 +108,38 @@ def block_transform(
 
     @functools.lru_cache
     def prepare(
-        leaves: tuple[jax.ShapeDtypeStruct, ...], views: tuple[View, ...], owners: int
+        leaves: tuple[jax.ShapeDtypeStruct, ...],
+        views: tuple[View, ...],
+        specs: tuple[Spec, ...],
+        owners: int,
     ) -> tuple:
-        division = _division(method, options, placement, owners)
-        plan = plan_of(leaves, options.blocking, division, options.axes.limits, views)
+        blocking, limits = options.blocking, options.axes.limits
+        if is_local(placement):
+            shards = _shards(leaves, specs, placement)
+            plan = plan_of(shards, blocking, UNDIVIDED, limits, views)
+            plan = on_each(plan, owners)
+        else:
+            division = _division(method, options, placement, owners)
+            plan = plan_of(leaves, blocking, division, limits, views)
         inside = placement is not None and placement.mesh is None
         held = plan.share if inside else plan.stacks
         expected = jax.eval_shape(lambda: _first_state(method, held))
         make = functools.partial(_first_state, method, plan.share)
-        run = functools.partial(_step, method, plan, placement)
+        run = functools.partial(_step, method, _exchange(plan, placement, specs))
         if placement is not None and placement.mesh is not None:
-            make, run = on_shares(make, placement), on_mesh(run, placement)
+            make, run = on_shares(make, placement), on_mesh(run, placement, specs)
         return plan, expected, make, run
 
     def plan_for(paths: list, leaves: list) -> tuple:
-        views = views_of(options.blocking.batch, paths, leaves)
-        return prepare(_structs(leaves), views, owners_of(placement) if leaves else 1)
+        specs, shards = (), None
+        if placement is not None:
+            mesh, axes = placement.mesh, placement.axes
+            specs = specs_for(placement.specs, paths, leaves, mesh, axes)
+        if is_local(placement):
+            shards = tuple(shards_of(spec, placement.mesh) for spec in specs)
+        views = views_of(options.blocking.batch, paths, leaves, shards)
+        owners = owners_of(placement) if leaves else 1
+        return prepare(_structs(leaves), views, specs, owners)
 
     def init_fn(params: optax.Params) -> Any:
         leaves, paths = read_params(params)
@@ -148,6 +170,22 @@ def block_transform(
         return gradients.rebuild(leaves), method.state(count=count, **fields)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _shards(
+    leaves: tuple[jax.ShapeDtypeStruct, ...],
+    specs: tuple[Spec, ...],
+    placement: Placement,
+) -> list[jax.ShapeDtypeStruct]:
+    """What a device has of each parameter."""
+    shapes = (
+        tuple(map(operator.floordiv, leaf.shape, shards_of(spec, placement.mesh)))
+        for leaf, spec in zip(leaves, specs, strict=True)
+    )
+    return [
+        jax.ShapeDtypeStruct(shape, leaf.dtype)
+        for leaf, shape in zip(leaves, shapes, strict=True)
+    ]
 
 
 def _structs(leaves: list) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -192,10 +230,48 @@ def _check_state(state: Any, expected: Any) -> None:
             )
 
 
+class Exchange(NamedTuple):
+    """How a device gets the gradients of its slots, and gives their directions."""
+
+    plan: Plan
+    collect: Callable[[list], Stacks]  # of leaves
+    tables: Callable[[Any], Any]  # the part of static tables over all slots
+    spread: Callable[[Stacks, list], list]  # of directions, for leaves like these
+
+
+def _exchange(
+    plan: Plan, placement: Placement | None, specs: tuple[Spec, ...]
+) -> Exchange:
+    if placement is None or is_local(placement):
+        plan = plan._replace(stacks=plan.share, owners=1)
+        alone = functools.partial
+        return Exchange(plan, alone(cut, plan), lambda x: x, alone(paste, plan))
+    tables = functools.partial(own_tables, plan, placement.axes)
+    if any(map(any, specs)):
+        ways = plan, routes_of(plan, specs, placement.sizes), placement.sizes
+        return Exchange(
+            plan,
+            functools.partial(collect, *ways),
+            tables,
+            functools.partial(spread, *ways, placement.dtype),
+        )
+
+    def collect_whole(leaves: list) -> Stacks:
+        blocks = cut(plan, leaves)
+        if placement.reduce:
+            return mean_own_blocks(plan, placement.axes, blocks, leaves)
+        return own_blocks(plan, placement.axes, blocks)
+
+    def spread_whole(directions: Stacks, leaves: list) -> list:
+        whole = gather(plan, placement.axes, placement.dtype, directions, leaves)
+        return paste(plan, whole, leaves)
+
+    return Exchange(plan, collect_whole, tables, spread_whole)
+
+
 def _step(
     method: Method,
-    plan: Plan,
-    placement: Placement | None,
+    exchange: Exchange,
     leaves: list,
     count: jax.Array,
     fields: dict[str, Any],
@@ -207,15 +283,8 @@ def _step(
     A call that is discarded gives directions of 0 and the state as it was; all that
     devices exchange is exchanged, since no collective may depend on data.
     """
-    blocks = cut(plan, leaves)
-    tables = present_slots(plan, leaves), unpadded_sides(plan)
-    if placement is not None:
-        axes = placement.axes
-        if placement.reduce:
-            blocks = mean_own_blocks(plan, axes, blocks, leaves)
-        else:
-            blocks = own_blocks(plan, axes, blocks)
-        tables = own_tables(plan, axes, tables)
+    blocks, plan = exchange.collect(leaves), exchange.plan
+    tables = exchange.tables((present_slots(plan, leaves), unpadded_sides(plan)))
 
     def step(directions: Stacks, fields: dict[str, Any]) -> tuple[Stacks, dict]:
         del directions
@@ -227,6 +296,4 @@ def _step(
         directions, fields = step(still, fields)
     else:
         directions, fields = when_due(~discard, step, still, fields)
-    if placement is not None:
-        directions = gather(plan, axes, placement.dtype, directions, leaves)
-    return paste(plan, directions, leaves), _counted(count, discard), fields
+    return exchange.spread(directions, leaves), _counted(count, discard), fields
