@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shampoo_optax._rules import Chooser, Kind, Rules, checked, chosen, name_of, unfit
-from shampoo_optax._stacks import View
+from shampoo_optax._stacks import View, whole_view
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,8 @@ def views_of(
       ValueError: if a parameter has no such axes, or shards do not hold whole parts.
     """
     if shards is None:
+        if batch is None:
+            return tuple(whole_view(leaf.shape) for leaf in leaves)
         shards = [(1,) * len(leaf.shape) for leaf in leaves]
     return tuple(
         _view_of(batch, name_of(path), leaf, counts, apart)
