@@ -1,15 +1,19 @@
 """Running on a mesh: what devices are given of arrays, and where arrays are put."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import optax
 from jax.experimental.shard_alike import shard_alike
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shampoo_optax._placement import Placement
 from shampoo_optax._specs import Spec
+
+_pairs = itertools.count()
 
 
 def _shard_map(run: Callable, placement: Placement, in_specs: Any, out_specs: Any):
@@ -123,7 +127,9 @@ def lying_alike(leaves: list, params: list, placement: Placement | None) -> list
 
 def _alike(leaf: jax.Array, param: jax.Array) -> jax.Array:
     if isinstance(leaf, jax.core.Tracer) or isinstance(param, jax.core.Tracer):
-        return shard_alike(leaf, param)[0]
+        # Under one name all pairs of a shape would lie alike: jax lowers them once.
+        with set_xla_metadata(alike=str(next(_pairs))):
+            return shard_alike(leaf, param)[0]
     there = _on_mesh(param) and param.sharding.device_set == leaf.sharding.device_set
     return jax.device_put(leaf, param.sharding) if there else leaf
 
