@@ -33,39 +33,44 @@ OURS = """\
 ## This package
 
 `scale_by_shampoo()`, {devices} simulated devices, float32, block size {block}; the step
-with its state donated. Each mesh axis divides the largest dimension of a parameter that
+has its state donated. Each mesh axis divides the largest dimension of a parameter that
 it divides evenly and that no other has. Figures are of one device. Forward are the
 collectives that depend on gradients alone, back those that depend on the state: bytes
-of their results, this device's own part included, read from the compiled HLO. Averaging
-gradients over the batch is the backward pass's and comes on top everywhere. Temporary
-memory is `memory_analysis().temp_size_in_bytes`; the yardstick is what the device has of
-gradients and of directions, and all that it keeps for its largest stack."""
+of their results, the device's own part included, read from the compiled HLO. The mean
+of gradients over a batch is the backward pass's and comes on top everywhere. Temporary
+memory is `memory_analysis().temp_size_in_bytes`; the yardstick is what the device has
+of gradients and of directions, and all that it keeps for its largest stack."""
 MODES_TEXT = """\
-whole: every device has all parameters. Undeclared: parameters are divided, but the
+whole: every device has all parameters. Undeclared: parameters are divided, and the
 placement has no `specs`. FSDP: one axis of {devices}. HSDP: axes (replica: {replicas},
-shard: {shards}), parameters divided over shard, and state over shard or over both. FSDP x
-TP: axes (fsdp: {shards}, model: {replicas}). Lossless and local are the `mode`."""
+shard: {shards}); parameters are divided over shard, the state over shard or over both.
+FSDP x TP: axes (fsdp: {shards}, model: {replicas}). Lossless and local are `mode`."""
 THEIRS = """\
 ## The official PyTorch package
 
 What `distributed_shampoo` of facebookresearch/optimizers (commit f606606, August 2026)
-sends a step for the same parameters, convolutions in PyTorch's order, float32 (its
-default `communication_dtype`) and `max_preconditioner_dim={block}`: computed from its
-code, not run. Bytes of results as above, on the device with most. Forward are
-gradients on their way to who works on them, back directions or updated parameters."""
+sends a step for the same parameters, convolutions in PyTorch's order, in float32, its
+default `communication_dtype`, with `max_preconditioner_dim={block}`: computed from its
+code, not run. Bytes of results as above, on the device with most. Forward are gradients
+on their way to who works on them, back are directions or updated parameters."""
 SOURCES = """\
-DDP: `DDPDistributor._construct_distributed_buffers`: blocks, each padded to 64 bytes,
-are given to the device with least so far, and one all-gather brings as much from each
-device as the fullest has; also README, "DDP Training Support", and arXiv 2309.06497,
-section 4. FSDP, default: `FSDPDistributor` and `FullyShardDistributor`: "No communication
-is performed"; blocks are cut inside shards, which are those of dimension 0. REPLICATE and
-ROUND_ROBIN: `FSDPParamAssignmentStrategy`; `FullyShardLosslessDistributor`. The first
-calls `full_tensor` for every gradient, and every device works on all. The second gives
-whole parameters to owners: one all-to-all of gradients to them, one of updated parameters
-back (`GatherGradientsContext`, `RedistributeParamsContext`). HSDP: a mesh of {replicas}
-replicas of {shards} shards: `HSDPDistributor`, `HybridShardDistributor` and
-`HybridShardLosslessDistributor`: as above within the shards, and blocks are divided over
-the replicas, which all-gather them as in DDP."""
+DDP: `DDPDistributor._construct_distributed_buffers`. Blocks, each padded to 64 bytes,
+are given to the device with least so far, and one all-gather brings from each device as
+much as the fullest has. Also README, "DDP Training Support", and arXiv 2309.06497,
+section 4.
+
+FSDP: `FSDPDistributor` and `FullyShardDistributor`, "No communication is performed":
+blocks are cut inside shards, which are those of dimension 0.
+
+REPLICATE and ROUND_ROBIN: `FSDPParamAssignmentStrategy`,
+`FullyShardLosslessDistributor`. The first calls `full_tensor` for every gradient, and
+every device works on all of them. The second gives whole parameters to owners: one
+all-to-all brings gradients to these, one brings updated parameters back
+(`GatherGradientsContext`, `RedistributeParamsContext`).
+
+HSDP: {replicas} replicas of {shards} shards; `HSDPDistributor`,
+`HybridShardDistributor`, `HybridShardLosslessDistributor`. As above within the shards;
+blocks are divided over the replicas, which all-gather them as in DDP."""
 
 
 class Mode(NamedTuple):

@@ -28,9 +28,9 @@ def test_a_mode_sends_and_keeps_what_is_counted_by_hand(name):
 def test_the_official_package_sends_what_is_counted_by_hand():
     """Where all is even; and a kernel in PyTorch's order, (5, 2, 3, 3), with the rest.
 
-    The kernel is one block of (5, 18), 360 bytes, 384 with padding; the other matrix has
-    240 and 256. Of 8 shards the first have (1, 2, 3, 3) and (2, 6), of 4 shards (2, 2, 3,
-    3) and (3, 6): 36 and 18 entries, 192 and 128 bytes with padding.
+    The kernel is one block of (5, 18): 360 bytes, 384 with padding. The other matrix
+    has 240 and 256. The first of 8 shards has (1, 2, 3, 3) and (2, 6), that of 4 shards
+    (2, 2, 3, 3) and (3, 6): 36 and 18 entries, 192 and 128 bytes with padding.
     """
     assert sharded.official(MATRICES, 16) == {
         "DDP": (0, ALL),
