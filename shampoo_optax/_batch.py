@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shampoo_optax._rules import Chooser, Kind, Rules, checked, chosen, name_of, unfit
-from shampoo_optax._stacks import View
+from shampoo_optax._stacks import View, whole_view
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,7 @@ def views_of(
     paths: Sequence[tuple],
     leaves: Sequence[Any],
     shards: Sequence[tuple[int, ...]] | None = None,
+    apart: bool = False,
 ) -> tuple[View, ...]:
     """How each parameter, or a device's shard of it, is seen.
 
@@ -119,14 +120,17 @@ def views_of(
         global ones.
       shards: of each parameter the numbers of shards along its dimensions, which
         divide them evenly; without them parameters are whole.
+      apart: whether all shards are seen, as slices, and not those of one device.
 
     Raises:
       ValueError: if a parameter has no such axes, or shards do not hold whole parts.
     """
     if shards is None:
+        if batch is None:
+            return tuple(whole_view(leaf.shape) for leaf in leaves)
         shards = [(1,) * len(leaf.shape) for leaf in leaves]
     return tuple(
-        _view_of(batch, name_of(path), leaf, counts)
+        _view_of(batch, name_of(path), leaf, counts, apart)
         for path, leaf, counts in zip(paths, leaves, shards, strict=True)
     )
 
@@ -136,20 +140,27 @@ def _view_of(
     path: str,
     leaf: Any,
     shards: tuple[int, ...],
+    apart: bool,
 ) -> View:
     said = chosen(_KIND, batch, path, leaf) or Batch()
     axes, parts = _checked_places(said, path, leaf)
-    if any(n % shards[axis] for axis, n in parts.items()):
+    cut = [axis for axis, n in parts.items() if n % shards[axis]]
+    if cut and not apart:
         raise ValueError(
             "`specs` must leave the parts of split axes whole in local mode, got "
             f"{shards} shards of {said!r} for {list(leaf.shape)} at {path!r}."
         )
     shape, first, last = [], [], []
     for axis, (side, count) in enumerate(zip(leaf.shape, shards, strict=True)):
-        if axis in parts:
+        if axis in parts and axis not in cut:
             first.append(len(shape))
-            shape.append(parts[axis] // count)
+            shape.append(parts[axis] // (1 if apart else count))
             side, count = side // parts[axis], 1
+        elif apart and axis in axes:
+            count = 1
+        elif apart and count > 1:
+            first.append(len(shape))
+            shape.append(count)
         (first if axis in axes else last).append(len(shape))
         shape.append(side // count)
     return View(tuple(shape), (*first, *last), len(first))

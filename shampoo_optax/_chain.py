@@ -18,7 +18,8 @@ from shampoo_optax._checks import (
 )
 from shampoo_optax._config import Stored
 from shampoo_optax._decay import decay_weights
-from shampoo_optax._placement import Placement, place_rest
+from shampoo_optax._mesh import place_rest
+from shampoo_optax._placement import Placement
 from shampoo_optax._rms import cap_rms, match_rms
 from shampoo_optax._trees import is_none, tree_map
 

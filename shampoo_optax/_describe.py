@@ -16,9 +16,12 @@ from shampoo_optax._checks import check_integer
 from shampoo_optax._exchange import wires
 from shampoo_optax._flops import Flops, count_flops
 from shampoo_optax._layouts import layouts_of
+from shampoo_optax._places import cut_apart, places_of
+from shampoo_optax._routes import routes_of
 from shampoo_optax._shampoo import scale_by_shampoo
 from shampoo_optax._stacks import Inputs, Plan
 from shampoo_optax._storage import is_diagonal
+from shampoo_optax._strips import traffic
 from shampoo_optax._tables import aligned, human, human_bytes
 from shampoo_optax._transform import Layout
 
@@ -44,7 +47,10 @@ class Bytes(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Neighbouring slots, counted over all devices: `state.skipped[stack][slots]`."""
+    """Neighbouring slots, counted over all devices: `state.skipped[stack][slots]`.
+
+    In local mode those of the first device that has the blocks.
+    """
 
     stack: str
     start: int
@@ -65,8 +71,11 @@ class Part:
         matrix products, and singular value decompositions, 48 m n min(m, n) each) and
         `"entrywise"` at every step; `"refresh"` (products and checks; one turn of an
         iteration) and `"decompositions"` (28 d^3 each, 17 d^3 by QR) at a refresh.
-      wire: bytes sent in a step, `{"reduce-scatter": n, "all-gather": n}`; each is
-        what the exchange brings to a device from all of them, itself included.
+      wire: bytes sent in a step, `{"reduce-scatter": n, "all-gather": n}`, or with
+        `specs` also `"all-to-all"`; each is what such exchanges bring to a device from
+        all of them, itself included.
+      cut_apart: paths of the parameters that local mode cuts into other blocks. Where
+        there are none both modes do the same.
       efficiency: the share of a device if blocks were divided without padding, over
         the share it has: of `"work"` (ten steps and one refresh), `"memory"` (the
         whole state), `"matrices"` (factors and roots or bases) and `"wire"`.
@@ -79,6 +88,7 @@ class Part:
     bytes: dict[str, Bytes]
     flops: dict[str, int]
     wire: dict[str, int]
+    cut_apart: tuple[str, ...]
     efficiency: dict[str, float]
 
     def __str__(self) -> str:
@@ -249,7 +259,7 @@ def _part(place: str, found: _Found, undivided: _Found) -> Part:
     return Part(
         state=f"{kind} at {place}" if place else kind,
         owners=plan.owners,
-        stacks=_stacks(plan),
+        stacks=_stacks(found.layout),
         slots=_slots(found.layout),
         bytes=memory,
         flops=dict(
@@ -259,7 +269,8 @@ def _part(place: str, found: _Found, undivided: _Found) -> Part:
             refresh=found.flops.refresh,
             decompositions=found.flops.decompositions,
         ),
-        wire=_wire(found.layout) if plan.owners > 1 else {},
+        wire=_wire(found.layout)[0] if plan.owners > 1 else {},
+        cut_apart=cut_apart(found.layout),
         efficiency={
             what: _ratio(ideal / plan.owners, real)
             for (what, ideal), real in zip(
@@ -277,7 +288,7 @@ def _loads(found: _Found) -> dict[str, float]:
     """What efficiencies are about, of one device."""
     flops, memory = found.flops, _state_bytes(found)
     matrices = [name for name, axes in found.state._asdict().items() if _nested(axes)]
-    sent = _wire(found.layout)["all-gather"] / found.layout.plan.owners
+    _, sent = _wire(found.layout)
     return {
         "work": flops.step + (flops.refresh + flops.decompositions) / PERIOD,
         "memory": sum(kind.device for kind in memory.values()),
@@ -316,9 +327,15 @@ def _statistics(plan: Plan, state: Any) -> int:
     )
 
 
-def _wire(layout: Layout) -> dict[str, int]:
-    """Bytes of the exchanges of a step, as they come out of or go into them whole."""
+def _wire(layout: Layout) -> tuple[dict[str, int], float]:
+    """Bytes of the exchanges of a step, and a device's share of the directions'."""
     plan, placement, leaves = layout.plan, layout.placement, list(layout.leaves)
+    if layout.local:
+        return {}, 0
+    dtype = None if placement is None else placement.dtype
+    if layout.divided:
+        sizes = placement.sizes
+        return traffic(plan, routes_of(plan, layout.specs, sizes), sizes, dtype, leaves)
 
     def exchanged(chosen: Any) -> int:
         total = 0
@@ -333,16 +350,17 @@ def _wire(layout: Layout) -> dict[str, int]:
     sent = {}
     if placement is not None and placement.reduce:
         sent["reduce-scatter"] = exchanged(None)
-    dtype = None if placement is None else placement.dtype
-    return sent | {"all-gather": exchanged(dtype)}
+    directions = exchanged(dtype)
+    return sent | {"all-gather": directions}, directions / plan.owners
 
 
-def _stacks(plan: Plan) -> dict[str, StackUse]:
+def _stacks(layout: Layout) -> dict[str, StackUse]:
+    plan, copies = layout.plan, layout.plan.owners if layout.local else 1
     blocks, entries = Counter(), Counter()
     for region in plan.regions:
         for piece in region.pieces:
-            blocks[piece.stack] += piece.size
-            entries[piece.stack] += piece.size * math.prod(region.block)
+            blocks[piece.stack] += piece.size * copies
+            entries[piece.stack] += piece.size * copies * math.prod(region.block)
     return {
         name: StackUse(
             stack.block,
@@ -357,11 +375,11 @@ def _stacks(plan: Plan) -> dict[str, StackUse]:
 
 def _slots(layout: Layout) -> dict[str, tuple[Slots, ...]]:
     slots = {path: () for path in layout.paths}
-    for region in layout.plan.regions:
-        slots[layout.paths[region.leaf]] += tuple(
-            Slots(piece.stack, piece.slot, piece.slot + piece.size)
-            for piece in region.pieces
-        )
+    for place in places_of(layout):
+        path = layout.paths[place.region.leaf]
+        for stack, (first, *_) in place.slots:
+            for run in np.split(first, np.flatnonzero(np.diff(first) != 1) + 1):
+                slots[path] += (Slots(stack, int(run[0]), int(run[-1]) + 1),)
     return slots
 
 
@@ -378,6 +396,10 @@ def _tables(part: Part) -> Iterator[str]:
     yield aligned(head, *_work_rows(part.flops), *_wire_rows(part.wire))
     values = (f"{value:.3f}" for value in part.efficiency.values())
     yield aligned(("efficiency", *part.efficiency), ("", *values))
+    if part.cut_apart:
+        first, others = part.cut_apart[0], len(part.cut_apart) - 1
+        more = f" and {others} more" if others else ""
+        yield f"local mode cuts other blocks: {first}{more}"
 
 
 def _stack_row(name: str, stack: StackUse) -> tuple[str, ...]:

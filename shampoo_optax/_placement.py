@@ -1,22 +1,20 @@
 """Where blocks live: on one device, or divided over the devices of a mesh."""
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from shampoo_optax._checks import check_choice, check_number
 from shampoo_optax._rules import Chooser, Rules
-from shampoo_optax._specs import Spec, checked_specs
+from shampoo_optax._specs import checked_specs
 
 Wire = Literal["float32", "bfloat16", "float16"]
 Mode = Literal["lossless", "local"]
@@ -294,161 +292,3 @@ def check_outside(placement: Placement | None) -> None:
             "`placement` with a mesh must be used outside of jax.shard_map, got a call "
             f"inside one over {bound}: use Placement(axes={bound!r}) there."
         )
-
-
-def _shard_map(run: Callable, placement: Placement, in_specs: Any, out_specs: Any):
-    # What comes out of an all_gather is not known to be equal on all devices.
-    return jax.shard_map(
-        run,
-        mesh=placement.mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        check_vma=False,
-    )
-
-
-def on_shares(share: Callable[[], Any], placement: Placement) -> Callable[[], Any]:
-    """Makes the whole of a state of which `share` makes one device's part.
-
-    Arrays are divided by slots; scalars are on all devices.
-    """
-    divided, whole = PartitionSpec(placement.axes), PartitionSpec()
-    specs = jax.tree.map(lambda x: divided if x.ndim else whole, jax.eval_shape(share))
-    return jax.jit(_shard_map(share, placement, in_specs=(), out_specs=specs))
-
-
-def on_mesh(run: Callable, placement: Placement, specs: Sequence[Spec]) -> Callable:
-    """Runs a step on arrays, of which each device takes and gives its shares.
-
-    Jitted, since without that every operation would be sent to the devices alone.
-
-    Args:
-      run: maps leaves, count, fields and the rest to new leaves, count and fields.
-      placement: that of the fields.
-      specs: those of the leaves.
-    """
-    divided, whole = PartitionSpec(placement.axes), PartitionSpec()
-    kinds = [PartitionSpec(*spec) for spec in specs]
-    around = AxisType.Explicit in placement.mesh.axis_types
-
-    def call(leaves: list, *rest: Any) -> tuple[list, jax.Array, dict[str, Any]]:
-        present = [
-            None if leaf is None else kind
-            for leaf, kind in zip(leaves, kinds, strict=True)
-        ]
-        mapped = _shard_map(
-            run,
-            placement,
-            in_specs=(present, whole, divided, whole, whole),
-            out_specs=(present, whole, divided),
-        )
-        if around:
-            return _reshard_around(mapped, placement, present, leaves, *rest)
-        return mapped(leaves, *rest)
-
-    return jax.jit(call)
-
-
-def _reshard_around(
-    mapped: Callable,
-    placement: Placement,
-    specs: list,
-    leaves: list,
-    count: jax.Array,
-    fields: dict[str, Any],
-    *rest: Any,
-) -> tuple[list, jax.Array, dict[str, Any]]:
-    """Brings arrays to the types that the mapped step takes, and updates back."""
-    mesh = placement.mesh
-    whole = NamedSharding(mesh, PartitionSpec())
-    divided = _typed(mesh, PartitionSpec(placement.axes))
-    kinds = [None if leaf is None else jax.typeof(leaf).sharding for leaf in leaves]
-    leaves = [
-        None if leaf is None else jax.sharding.reshard(leaf, _typed(mesh, spec))
-        for leaf, spec in zip(leaves, specs, strict=True)
-    ]
-    count, rest = jax.sharding.reshard((count, rest), whole)
-    fields = jax.sharding.reshard(fields, divided)
-    leaves, count, fields = mapped(leaves, count, fields, *rest)
-    return _reshard_back(leaves, kinds), count, fields
-
-
-def _typed(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
-    """What types say of a spec: its Explicit axes."""
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    kept = [
-        tuple(axis for axis in names or () if types[axis] == AxisType.Explicit) or None
-        for names in spec
-    ]
-    return NamedSharding(mesh, PartitionSpec(*kept))
-
-
-def _reshard_back(leaves: list, kinds: list) -> list:
-    return [
-        leaf if kind is None or kind.mesh.empty else jax.sharding.reshard(leaf, kind)
-        for leaf, kind in zip(leaves, kinds, strict=True)
-    ]
-
-
-def reshard_whole(leaves: list) -> tuple[list, Callable[[list], list]]:
-    """Leaves that may be cut anywhere, also on Explicit axes, and the way back."""
-    kinds = [jax.typeof(leaf).sharding for leaf in leaves]
-    whole = [
-        jax.sharding.reshard(leaf, NamedSharding(kind.mesh, PartitionSpec()))
-        if any(kind.spec)
-        else leaf
-        for leaf, kind in zip(leaves, kinds, strict=True)
-    ]
-    return whole, lambda new: _reshard_back(new, kinds)
-
-
-def place_rest(
-    tx: optax.GradientTransformationExtraArgs, placement: Placement | None
-) -> optax.GradientTransformationExtraArgs:
-    """Puts what the first state has elsewhere, such as counts, on all devices.
-
-    Where it is after an update: `jax.jit` compiles anew for what lies elsewhere.
-    """
-    if placement is None or placement.mesh is None:
-        return tx
-    whole = NamedSharding(placement.mesh, PartitionSpec())
-
-    def place(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array):
-            return leaf
-        if not isinstance(leaf, jax.core.Tracer):
-            return leaf if leaf.ndim and leaf.committed else jax.device_put(leaf, whole)
-        if leaf.ndim:
-            return leaf
-        if AxisType.Explicit in placement.mesh.axis_types:
-            return jax.sharding.reshard(leaf, whole)
-        return jax.lax.with_sharding_constraint(leaf, whole)
-
-    def init_fn(params: optax.Params) -> optax.OptState:
-        return jax.tree.map(place, tx.init(params))
-
-    return optax.GradientTransformationExtraArgs(init_fn, tx.update)
-
-
-def beside(state: Any, params: optax.Params) -> Any:
-    """Puts the scalars of a first state on the mesh of the parameters, if there is one.
-
-    Where they are after an update, as in :func:`place_rest`.
-    """
-    meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(params) if _on_mesh(leaf)]
-    if not meshes:
-        return state
-    whole = NamedSharding(meshes[0], PartitionSpec())
-
-    def place(leaf: jax.Array) -> jax.Array:
-        traced = isinstance(leaf, jax.core.Tracer)
-        there = traced or leaf.ndim or leaf.committed
-        return leaf if there else jax.device_put(leaf, whole)
-
-    return jax.tree.map(place, state)
-
-
-def _on_mesh(leaf: Any) -> bool:
-    """Whether a leaf is an array, and no tracer, that is on a mesh."""
-    here = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-    return here and isinstance(leaf.sharding, NamedSharding)

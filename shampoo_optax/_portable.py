@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shampoo_optax._layouts import layouts_of
+from shampoo_optax._places import places_of
 from shampoo_optax._stacks import Region
 from shampoo_optax._storage import is_packed, pack, side_of, unpack
 from shampoo_optax._transform import Layout
@@ -211,8 +212,9 @@ def to_portable(
             return
         held = _map_matrices(_unpacked, jax.tree.map(_on_host, held))
         portable[f"{name}.count"] = held.count
-        for key, views, order in _entries(name, node.layout, held):
-            portable[key] = np.concatenate(views).transpose(order)
+        for key, parts, order in _entries(name, node.layout, held):
+            blocks = np.concatenate([part.read() for part in parts])
+            portable[key] = blocks.transpose(order)
 
     jax.tree_util.tree_map_with_path(read, tree, state, is_leaf=_is_ours)
     return portable
@@ -270,13 +272,14 @@ def from_portable(
         if not _is_ours(node):
             return _cast(take(name, node.shape), node.dtype)
         state = _blank(node.state)
-        for key, views, order in _entries(name, node.layout, state):
-            shape = (sum(map(len, views)), *views[0].shape[1:])
+        for key, parts, order in _entries(name, node.layout, state):
+            shapes = [part.read().shape for part in parts]
+            shape = (sum(n for n, *_ in shapes), *shapes[0][1:])
             blocks = take(key, tuple(shape[axis] for axis in order))
-            stops = np.cumsum([len(view) for view in views])[:-1]
-            parts = np.split(blocks.transpose(np.argsort(order)), stops)
-            for view, part in zip(views, parts, strict=True):
-                view[...] = _cast(part, view.dtype)
+            stops = np.cumsum([n for n, *_ in shapes])[:-1]
+            given = np.split(blocks.transpose(np.argsort(order)), stops)
+            for part, new in zip(parts, given, strict=True):
+                part.write(_cast(new, part.array.dtype))
         count = _cast(take(f"{name}.count", ()), state.count.dtype)
         return _map_matrices(_as_stored, state._replace(count=count), node.state)
 
@@ -356,39 +359,53 @@ def _as_stored(whole: np.ndarray, like: jax.ShapeDtypeStruct) -> np.ndarray:
     return pack(whole) if is_packed(like) else whole
 
 
+class _Part(NamedTuple):
+    """What an array of a state on the host has of some blocks."""
+
+    array: np.ndarray  # [slots, ...]
+    slots: np.ndarray  # [copies, n]
+    inner: tuple[slice, ...]  # of the other axes, what is no padding
+
+    def read(self) -> np.ndarray:
+        return self.array[self.slots[0]][:, *self.inner]
+
+    def write(self, blocks: np.ndarray) -> None:
+        self.array[self.slots, *self.inner] = blocks
+
+
 def _entries(name: str, layout: Layout, state: Any) -> Iterator[tuple]:
     """The arrays of a state on the host, region by region.
 
     Yields:
-      the name of a portable array, the views of the state that make it up, and the
-      axes of these views in the order of the portable array.
+      the name of a portable array, the parts of the state that make it up, and the
+      axes of these in the order of the portable array.
     """
-    for region in layout.plan.regions:
+    for region, slots in places_of(layout):
         start = ",".join(map(str, region.start))
         end = f"/{layout.paths[region.leaf]}/{start}"
         for field in type(state)._fields:
             stacks = getattr(state, field)
-            if field == "count" or region.pieces[0].stack not in stacks:
+            if field == "count" or slots[0][0] not in stacks:
                 continue
-            held = [(stacks[piece.stack], piece.slots) for piece in region.pieces]
+            held = [(stacks[stack], where) for stack, where in slots]
             if not isinstance(held[0][0], dict):
-                yield f"{name}.{field}{end}", *_block_views(held, region)
+                yield f"{name}.{field}{end}", *_block_parts(held, region)
                 continue
             for axis in held[0][0]:
                 dims = range(held[0][0][axis].ndim)
-                sides = [slice(region.stacked[int(axis)])] * (len(dims) - 1)
-                views = [stack[axis][slots, *sides] for stack, slots in held]
+                inner = (slice(region.stacked[int(axis)]),) * (len(dims) - 1)
+                parts = [_Part(stack[axis], where, inner) for stack, where in held]
                 key = f"{name}.{field}{end}/{region.axes[int(axis)]}"
-                yield key, views, tuple(dims)
+                yield key, parts, tuple(dims)
 
 
-def _block_views(held: list, region: Region) -> tuple[list[np.ndarray], tuple]:
-    """The views of arrays `[n, *block]` or `[n]`, and the order of their axes."""
+def _block_parts(held: list, region: Region) -> tuple[list[_Part], tuple]:
+    """The parts of arrays `[n, *block]` or `[n]`, and the order of their axes."""
     if held[0][0].ndim == 1:
-        return [array[slots] for array, slots in held], (0,)
+        return [_Part(array, where, ()) for array, where in held], (0,)
     inner = tuple(map(slice, region.stacked))
     order = (0, *(1 + region.axes.index(axis) for axis in range(len(region.axes))))
-    return [array[slots, *inner] for array, slots in held], order
+    return [_Part(array, where, inner) for array, where in held], order
 
 
 def _on_host(leaf: Any) -> np.ndarray:

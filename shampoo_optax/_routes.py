@@ -30,7 +30,9 @@ class Route(NamedTuple):
     spec: Spec  # of the moved dimensions, the carrier as one
     axis: int  # of a merged slice, to which the carrier belongs
     runs: tuple[Run, ...]  # of the blocks along that axis
-    strips: tuple[int, ...]  # the shape of the strips of all blocks, `[slices, *merged]`
+    strips: tuple[
+        int, ...
+    ]  # the shape of the strips of all blocks, `[slices, *merged]`
 
     @property
     def names(self) -> Names:
@@ -110,14 +112,16 @@ def _route(
 ) -> Route:
     view, devices = plan.views[leaf], math.prod(sizes.values())
     dims, unfit = _moved(plan.shapes[leaf], view, spec, sizes)
-    groups = _groups(view, plan.merged[leaf] or (1,))
+    groups = groups_of(view, plan.merged[leaf] or (1,))
 
     def price(axis: int) -> tuple:
         group = dims[groups[axis]]
         whole = all(dim.shards == 1 for dim in group)
         gathers = not whole and not _in_phase(group, runs[axis], devices)
         shards = math.prod(dim.shards for dim in group) if gathers else 1
-        padded = strip_length(runs[axis], devices) / sum(n * s for _, n, s in runs[axis])
+        padded = strip_length(runs[axis], devices) / sum(
+            n * s for _, n, s in runs[axis]
+        )
         return shards, not whole, padded, -axis
 
     axis = min(range(len(groups)), key=price)
@@ -151,7 +155,7 @@ def _moved(
 ) -> tuple[list[_Dim], set[int]]:
     """The moved dimensions, and the parameter's whose parts are cut by its shards."""
     dims, unfit = [], set()
-    places = _groups(View(view.shape, tuple(range(len(view.shape))), 0), shape)
+    places = groups_of(View(view.shape, tuple(range(len(view.shape))), 0), shape)
     for source, (place, names) in enumerate(zip(places, spec, strict=True)):
         shards = math.prod(sizes[name] for name in names)
         parts = view.shape[place]
@@ -160,13 +164,15 @@ def _moved(
         if parts[held : held + 1] and parts[held] % shards:
             unfit.add(source)
         dims += [
-            _Dim(part, names, shards, source) if n == held else _Dim(part, (), 1, source)
+            _Dim(part, names, shards, source)
+            if n == held
+            else _Dim(part, (), 1, source)
             for n, part in enumerate(parts)
         ]
     return [dims[place] for place in view.order], unfit
 
 
-def _groups(view: View, merged: Sequence[int]) -> list[slice]:
+def groups_of(view: View, merged: Sequence[int]) -> list[slice]:
     """The moved dimensions that each dimension of a merged slice consists of."""
     moved, groups, start = view.moved, [], view.batch
     for index, side in enumerate(merged):

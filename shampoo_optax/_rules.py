@@ -39,6 +39,8 @@ def _checked(kind: Kind, said: Any) -> Any:
     try:
         return kind.read(said)
     except TypeError:
+        if not isinstance(said, Mapping | tuple | list):
+            raise
         rules = said.items() if isinstance(said, Mapping) else said
         return tuple(_checked_rule(kind, *rule) for rule in rules)
 

@@ -6,6 +6,7 @@ device has one of each block; a second exchange brings the strips of a block tog
 
 import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -118,6 +119,47 @@ def spread(
         _reclose(opened[n], leaf, routes[n], sizes) if n in opened else leaf
         for n, leaf in enumerate(leaves)
     ]
+
+
+def traffic(
+    plan: Plan,
+    routes: Sequence[Route | None],
+    sizes: Sizes,
+    dtype: str | None,
+    leaves: list,
+) -> tuple[dict[str, int], int]:
+    """Bytes that a device gets in a step, itself as a sender included.
+
+    Returns:
+      those of all exchanges of a kind, and those of directions to strips alone.
+    """
+    devices, sent = math.prod(sizes.values()), {"all-to-all": 0, "all-gather": 0}
+    forms = forms_of(plan, routes, devices)
+
+    def between_owners(chosen: str | None) -> int:
+        total = 0
+        for wire, names in wires(plan, leaves, chosen).items():
+            powers = chosen is not None and wire == np.float16
+            slots = ((plan.stacks[n].size, forms[n].width + powers) for n in names)
+            total += wire.itemsize * sum(itertools.starmap(operator.mul, slots))
+        return total
+
+    for leaf, route in zip(leaves, routes, strict=True):
+        if route is None:
+            continue
+        back = jnp.dtype(_wire(dtype, leaf.dtype)).itemsize
+        shards = math.prod(sizes[name] for name in route.names)
+        strips = math.prod(route.strips)
+        if shards > 1:
+            sent["all-to-all"] += strips * (leaf.dtype.itemsize + back)
+        if shards < devices:
+            sent["all-gather"] += strips * (devices // shards) * back
+        gathered = math.prod(sizes[n] for names in route.gathered for n in names)
+        if gathered > 1:
+            sent["all-gather"] += leaf.size // shards * leaf.dtype.itemsize
+    directions = between_owners(dtype)
+    sent["all-to-all"] += between_owners(None) + directions
+    return {kind: number for kind, number in sent.items() if number}, directions
 
 
 def _wire(asked: str | None, dtype: np.dtype) -> np.dtype:
@@ -248,9 +290,7 @@ def _reopen(strips: jax.Array, route: Route, sizes: Sizes) -> jax.Array:
     return strips.reshape(-1, *part)
 
 
-def _reclose(
-    rows: jax.Array, like: jax.Array, route: Route, sizes: Sizes
-) -> jax.Array:
+def _reclose(rows: jax.Array, like: jax.Array, route: Route, sizes: Sizes) -> jax.Array:
     """Undoes :func:`_open`, of `[devices along other axes, devices, *part]`."""
     own, axis = _own(route, sizes), route.carrier.start
     others = tuple(name for name in sizes if name not in own)

@@ -26,13 +26,12 @@ from shampoo_optax._division import UNDIVIDED, Division, polynomial
 from shampoo_optax._exchange import gather, mean_own_blocks, own_blocks, own_tables
 from shampoo_optax._idle import warn_if_idle
 from shampoo_optax._leaves import read_gradients, read_params
+from shampoo_optax._mesh import lying_alike, on_mesh, on_shares
 from shampoo_optax._placement import (
     Placement,
     check_outside,
     is_local,
     layouts_wanted,
-    on_mesh,
-    on_shares,
     owners_of,
 )
 from shampoo_optax._routes import routes_of
@@ -60,6 +59,16 @@ class Layout:
     placement: Placement | None
     paths: tuple[str, ...]  # of the parameters
     leaves: tuple[jax.ShapeDtypeStruct, ...]
+    specs: tuple[Spec, ...]  # of the leaves; empty without a mesh
+    local: bool  # whether every device has cut its own shards
+    replan: Callable[[bool], Plan]  # for one device: of whole parameters, or of shards
+
+    @property
+    def divided(self) -> bool:
+        """Whether blocks are exchanged with devices that have shards."""
+        if self.local or not any(map(any, self.specs)):
+            return False
+        return self.plan.owners == math.prod(self.placement.sizes.values())
 
     def abstract(self) -> Any:
         """The whole state, as `ShapeDtypeStruct`s."""
@@ -114,7 +123,8 @@ def block_transform(
         owners: int,
     ) -> tuple:
         blocking, limits = options.blocking, options.axes.limits
-        if is_local(placement):
+        local = _is_cut_locally(placement, owners)
+        if local:
             shards = _shards(leaves, specs, placement)
             plan = plan_of(shards, blocking, UNDIVIDED, limits, views)
             plan = on_each(plan, owners)
@@ -125,28 +135,54 @@ def block_transform(
         held = plan.share if inside else plan.stacks
         expected = jax.eval_shape(lambda: _first_state(method, held))
         make = functools.partial(_first_state, method, plan.share)
-        run = functools.partial(_step, method, _exchange(plan, placement, specs))
+        exchange = _exchange(plan, placement, specs, local)
+        run = functools.partial(_step, method, exchange)
         if placement is not None and placement.mesh is not None:
             make, run = on_shares(make, placement), on_mesh(run, placement, specs)
         return plan, expected, make, run
 
+    def specs_at(paths: list, leaves: list) -> tuple[Spec, ...]:
+        if placement is None or placement.mesh is None:
+            return ()
+        mesh, axes = placement.mesh, placement.axes
+        return specs_for(placement.specs, paths, leaves, mesh, axes)
+
+    def views_at(
+        paths: list, leaves: list, specs: tuple[Spec, ...], apart: bool = False
+    ) -> tuple[View, ...]:
+        shards = [shards_of(spec, placement.mesh) for spec in specs] or None
+        return views_of(options.blocking.batch, paths, leaves, shards, apart)
+
     def plan_for(paths: list, leaves: list) -> tuple:
-        specs, shards = (), None
-        if placement is not None:
-            mesh, axes = placement.mesh, placement.axes
-            specs = specs_for(placement.specs, paths, leaves, mesh, axes)
-        if is_local(placement):
-            shards = tuple(shards_of(spec, placement.mesh) for spec in specs)
-        views = views_of(options.blocking.batch, paths, leaves, shards)
+        specs = specs_at(paths, leaves)
         owners = owners_of(placement) if leaves else 1
-        return prepare(_structs(leaves), views, specs, owners)
+        cut = specs if _is_cut_locally(placement, owners) else ()
+        return prepare(_structs(leaves), views_at(paths, leaves, cut), specs, owners)
+
+    def layout_of(paths: list, leaves: list, plan: Plan) -> Layout:
+        structs, specs = _structs(leaves), specs_at(paths, leaves)
+
+        def replan(apart: bool) -> Plan:
+            views = views_at(paths, structs, specs if apart else (), apart)
+            blocking, limits = options.blocking, options.axes.limits
+            return plan_of(structs, blocking, UNDIVIDED, limits, views)
+
+        return Layout(
+            method,
+            plan,
+            placement,
+            tuple(map(jax.tree_util.keystr, paths)),
+            structs,
+            specs,
+            _is_cut_locally(placement, plan.owners),
+            replan,
+        )
 
     def init_fn(params: optax.Params) -> Any:
         leaves, paths = read_params(params)
         plan, expected, make, _ = plan_for(paths, leaves)
         if layouts_wanted():
-            names = tuple(map(jax.tree_util.keystr, paths))
-            return Layout(method, plan, placement, names, _structs(leaves))
+            return layout_of(paths, leaves, plan)
         check_outside(placement)
         warn_if_idle(params, plan, expected, options)
         return make()
@@ -167,9 +203,23 @@ def block_transform(
         fields = state._asdict()
         count = fields.pop("count")
         leaves, count, fields = run(gradients.leaves, count, fields, numbers, discard)
+        leaves = lying_alike(leaves, gradients.params, placement)
         return gradients.rebuild(leaves), method.state(count=count, **fields)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _is_cut_locally(placement: Placement | None, owners: int) -> bool:
+    """Whether every one of so many devices cuts its own shards."""
+    if not is_local(placement):
+        return False
+    devices = math.prod(placement.sizes.values())
+    if owners not in (1, devices):
+        raise ValueError(
+            f"`devices` must be that of the mesh, {devices}, in local mode, which cuts "
+            f"its shards, got {owners}."
+        )
+    return owners == devices
 
 
 def _shards(
@@ -240,9 +290,9 @@ class Exchange(NamedTuple):
 
 
 def _exchange(
-    plan: Plan, placement: Placement | None, specs: tuple[Spec, ...]
+    plan: Plan, placement: Placement | None, specs: tuple[Spec, ...], local: bool
 ) -> Exchange:
-    if placement is None or is_local(placement):
+    if placement is None or local:
         plan = plan._replace(stacks=plan.share, owners=1)
         alone = functools.partial
         return Exchange(plan, alone(cut, plan), lambda x: x, alone(paste, plan))
