@@ -150,19 +150,7 @@ class Measured(NamedTuple):
 
 def measure(shapes: Shapes, mode: Mode, block_size: int) -> Measured:
     """Compiles a step for parameters that are only known by their shapes."""
-    mesh = jax.make_mesh(
-        tuple(mode.mesh.values()),
-        tuple(mode.mesh),
-        axis_types=(AxisType.Auto,) * len(mode.mesh),
-    )
-    params = {}
-    for n, shape in enumerate(shapes):
-        sharding = NamedSharding(mesh, spec_of(shape, mode))
-        params[str(n)] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-    specs = so.specs_of(params) if mode.declared else None
-    placement = so.Placement(mesh, specs=specs, **mode.options)
-    blocking = so.Blocking(block_size)
-    tx = so.scale_by_shampoo(blocking=blocking, placement=placement)
+    tx, params = transform(shapes, mode, block_size)
     state = so.abstract_state(tx, params)
 
     def step(
@@ -180,6 +168,25 @@ def measure(shapes: Shapes, mode: Mode, block_size: int) -> Measured:
         temporary=compiled.memory_analysis().temp_size_in_bytes,
         yardstick=2 * share + max(stacks_of(state).values()),
     )
+
+
+def transform(
+    shapes: Shapes, mode: Mode, block_size: int
+) -> tuple[optax.GradientTransformation, dict[str, jax.ShapeDtypeStruct]]:
+    """Makes Shampoo, and parameters as a mode divides them."""
+    mesh = jax.make_mesh(
+        tuple(mode.mesh.values()),
+        tuple(mode.mesh),
+        axis_types=(AxisType.Auto,) * len(mode.mesh),
+    )
+    params = {}
+    for n, shape in enumerate(shapes):
+        sharding = NamedSharding(mesh, spec_of(shape, mode))
+        params[str(n)] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    specs = so.specs_of(params) if mode.declared else None
+    placement = so.Placement(mesh, specs=specs, **mode.options)
+    blocking = so.Blocking(block_size)
+    return so.scale_by_shampoo(blocking=blocking, placement=placement), params
 
 
 def spec_of(shape: Sequence[int], mode: Mode) -> PartitionSpec:

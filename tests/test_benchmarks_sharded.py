@@ -2,6 +2,7 @@
 
 import pytest
 
+import shampoo_optax as so
 from benchmarks import hlo, sharded
 
 # Eight matrices, one for each device, of which all have two rows; 512 bytes each.
@@ -20,9 +21,13 @@ SENT = {
 
 @pytest.mark.parametrize("name", SENT)
 def test_a_mode_sends_and_keeps_what_is_counted_by_hand(name):
-    found = sharded.measure(MATRICES, sharded.MODES[name], 16)
+    arguments = MATRICES, sharded.MODES[name], 16
+    found = sharded.measure(*arguments)
     assert (found.forward, found.back, found.yardstick) == SENT[name]
     assert found.temporary > 0
+    tx, params = sharded.transform(*arguments)
+    (part,) = so.describe(params, tx).parts
+    assert part.wire == found.forward + found.back
 
 
 def test_the_official_package_sends_what_is_counted_by_hand():
