@@ -6,6 +6,7 @@ from collections import Counter
 from typing import NamedTuple
 
 KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+_COLLECTIVE = re.compile(rf" = (.+?) ({KINDS})(?:-start)?\(")
 
 
 class Lines(NamedTuple):
@@ -41,7 +42,7 @@ def collectives(text: str) -> list[tuple[str, str, int]]:
         (name, found[2], bytes_of(found[1]))
         for name, lines in computations(text).items()
         for line in lines
-        if (found := re.search(rf" = (.+?) ({KINDS})(?:-start)?\(", line))
+        if (found := _COLLECTIVE.search(line))
     ]
 
 
@@ -50,6 +51,37 @@ def collective_bytes(text: str) -> Counter:
     found = Counter()
     for _, kind, size in collectives(text):
         found[kind] += size
+    return found
+
+
+def bytes_by_source(text: str, prefix: str) -> dict[bool, Counter]:
+    """Tells collectives that depend on some arguments from those that do not.
+
+    Args:
+      text: the program.
+      prefix: what the names of these arguments start with, as the traced function has
+        them: `"state."`.
+
+    Returns:
+      bytes by kind, as :func:`collective_bytes` has them, of those that depend under
+      `True` and of the others under `False`.
+
+    Raises:
+      RuntimeError: if a collective stands elsewhere than in the main computation.
+    """
+    found, dependent = {True: Counter(), False: Counter()}, set()
+    (main,) = re.findall(r"^ENTRY %?([\w.\-]+)", text, re.M)
+    for line in computations(text)[main]:
+        name, _, rest = line.partition(" = ")
+        name = name.replace("ROOT", "").strip()
+        operands = re.findall(r"(?<![=\w])%[\w.\-]+", rest.partition("metadata=")[0])
+        argument = f'op_name="{prefix}' in rest and " parameter(" in rest
+        if argument or dependent.intersection(operands):
+            dependent.add(name)
+        if collective := _COLLECTIVE.search(line):
+            found[name in dependent][collective[2]] += bytes_of(collective[1])
+    if found[True] + found[False] != collective_bytes(text):
+        raise RuntimeError(f"a collective stands outside of {main}")
     return found
 
 
