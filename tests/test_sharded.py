@@ -8,6 +8,7 @@ import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import divide, mesh_of, plan_of, quick_jit, same_sharding, set_mesh
 from helpers import worst_of_steps as error
@@ -344,3 +345,45 @@ def test_discarded_calls_and_bfloat16_gradients():
         assert got["v"].dtype == jnp.bfloat16
         assert helpers.worst(got["v"], want["v"]) <= 2.0**-7
         assert same_sharding(got["v"], divided["v"])
+
+
+# ---- C12: one compilation
+
+TRAINED = {
+    "declared": dict(specs=rules(LAID)),
+    "found out": {},
+    "local": dict(specs=rules(LAID), mode="local"),
+    "typed": dict(kind="Explicit"),
+}
+
+
+@pytest.mark.parametrize("how", TRAINED)
+def test_training_compiles_once(how):
+    """Parameters, momentum and state lie after a step as they did before it."""
+    kwargs = dict(TRAINED[how])
+    mesh = mesh_of(4, 2, kind=kwargs.pop("kind", "Auto"))
+    tx = optax.chain(
+        so.scale_by_sign_descent(placement=so.Placement(mesh, **kwargs)),
+        optax.trace(0.9),
+        optax.add_decayed_weights(0.1),
+        optax.scale_by_learning_rate(lambda count: 0.1 / (1 + count)),
+    )
+    params = divide({name: jnp.ones(SQUARES[name]) for name in LAID}, mesh, LAID)
+    before = jax.tree.map(lambda leaf: leaf.sharding, params)
+    state = quick_jit(tx.init, out_shardings=so.state_shardings(tx, params))(params)
+
+    @functools.partial(quick_jit, donate_argnums=(0, 1))
+    def step(params, state):
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    counts = []
+    for _ in range(3):
+        given = params, state
+        with helpers.compilations() as found:
+            params, state = jax.block_until_ready(step(*given))
+        counts += found
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+    assert counts == [1, 0, 0]
+    for name in LAID:
+        assert params[name].sharding.is_equivalent_to(before[name], 2)
