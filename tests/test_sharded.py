@@ -46,6 +46,7 @@ BATCH = {"experts|layers": 0, "qkv": so.Batch(split={1: 3})}
 BLOCKING = so.Blocking(8, batch=BATCH)
 # Sums, and a first refresh at full rank.
 STEADY = dict(b2=1.0, graft_b2=0.9, refresh_every=4, start=8, relative_eps=0.1)
+UNGRAFTED = dict(b2=1.0, graft=None, refresh_every=4, start=8, relative_eps=0.1)
 METHODS = {
     "shampoo": (so.scale_by_shampoo, STEADY, tuple(FORMS)),
     "soap": (so.scale_by_soap, dict(refresh_every=8), FEW),
@@ -132,7 +133,7 @@ SHAPES = {"w": (16, 6), "v": (8, 20), "u": (8, 4), "b": (16,)}
 @functools.cache
 def replicas_on_one_device():
     steps = helpers.normal_steps(SHAPES, 10)
-    tx = so.scale_by_shampoo(**STEADY, blocking=so.Blocking(8))
+    tx = so.scale_by_shampoo(**UNGRAFTED, blocking=so.Blocking(8))
     return steps, helpers.scanned(tx, steps)[0]
 
 
@@ -143,7 +144,7 @@ def test_replicas_of_shards(axes):
     mesh = mesh_of(2, 4)
     placement = so.Placement(mesh, axes, specs=rules(ROWS))
     blocking = so.Blocking(8)
-    tx = so.scale_by_shampoo(**STEADY, blocking=blocking, placement=placement)
+    tx = so.scale_by_shampoo(**UNGRAFTED, blocking=blocking, placement=placement)
     placed = [divide(step, mesh, ROWS) for step in steps]
     got, states = helpers.trace(tx, placed[0], placed, jit=quick_jit)
     assert error(got, want) <= 1e-6
@@ -169,7 +170,7 @@ SIGNS = dict(b1=0.9, scale="l1")
 CALLED = {  # the kind of the mesh, whether shardings are declared, what is called
     "found out": ("Auto", False, functools.partial(so.scale_by_sign_descent, **SIGNS)),
     "declared": ("Auto", True, functools.partial(so.scale_by_sign_descent, **SIGNS)),
-    "typed": ("Explicit", False, functools.partial(so.scale_by_shampoo, **STEADY)),
+    "typed": ("Explicit", False, functools.partial(so.scale_by_shampoo, **UNGRAFTED)),
 }
 
 
@@ -327,7 +328,7 @@ def test_discarded_calls_and_bfloat16_gradients():
     grads = [tree | {"v": tree["v"].astype(jnp.bfloat16)} for tree in grads]
     placement = so.Placement(mesh, specs=rules(specs))
     tx, alone = (
-        so.scale_by_shampoo(**STEADY, blocking=BLOCKING, placement=each)
+        so.scale_by_shampoo(**UNGRAFTED, blocking=BLOCKING, placement=each)
         for each in (placement, None)
     )
     placed = [divide(tree, mesh, specs) for tree in grads]
