@@ -9,7 +9,7 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._checks import check_choice, check_integer
-from shampoo_optax._mesh import beside
+from shampoo_optax._lying import beside
 
 
 def multi_steps(

@@ -17,7 +17,7 @@ from shampoo_optax._checks import (
 )
 from shampoo_optax._config import Stored
 from shampoo_optax._decay import check_decay, decay_rate, rate_at
-from shampoo_optax._mesh import beside
+from shampoo_optax._lying import beside
 from shampoo_optax._trees import (
     advance,
     next_count,

@@ -1,10 +1,13 @@
-"""Batch axes: dimensions along which a parameter is many parameters."""
+"""How parameters are cut into blocks, and which of their axes are batch."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
+import jax
+
+from shampoo_optax._checks import check_choice, check_integer
 from shampoo_optax._rules import Chooser, Kind, Rules, checked, chosen, name_of, unfit
 from shampoo_optax._stacks import View, whole_view
 
@@ -102,6 +105,89 @@ _KIND = Kind("batch", "axes, a Batch", _read)
 def checked_batch(batch: Any) -> Batch | Rules | Chooser | None:
     """The `batch` of a `Blocking`, in the form in which it is kept."""
     return checked(_KIND, batch)
+
+
+MergeFrom = Literal["leading", "trailing"]
+
+
+@dataclass(frozen=True)
+class Blocking:
+    """How a parameter is merged and cut into blocks.
+
+    Dimensions of 1 are dropped, neighbouring dimensions are multiplied together
+    while their product is at most `block_size` and more than `merge_to`
+    dimensions remain, and every dimension is then cut into pieces of
+    `block_size`, the last one smaller. With the defaults a convolution kernel
+    `[3, 3, 64, 128]` becomes one block `[576, 128]`, and a matrix `[3000, 512]`
+    becomes three blocks `[1024, 512], [1024, 512], [952, 512]`.
+
+    Scanned layers, experts, heads and the members of an ensemble are often stacked in
+    one array. `batch` says along which of its axes: slices along them are parameters
+    of their own to what is said above, so that a stack of layers is trained as the
+    same layers one by one. It is said for all parameters at once, by path
+    (`jax.tree_util.keystr(path, simple=True, separator="/")`, as in
+    `"params/layers/mlp/kernel"`) or by a function. Paths are those of the tree that
+    the transform is given; behind `optax.flatten` there are none.
+
+    Args:
+      block_size: the largest side of a block, an integer >= 1; `None` cuts
+        nothing. Default 1024.
+      merge_to: merging stops at this number of dimensions, an integer >= 1;
+        `None` merges nothing and keeps dimensions of 1. Default 2.
+      merge_from: the side from which dimensions are merged, `"leading"` (suits
+        Flax kernels, whose output features come last) or `"trailing"` (the
+        official PyTorch package). Default `"leading"`.
+      batch: the batch axes of parameters: an axis, a tuple of axes or a
+        :class:`Batch` for all; or a mapping from regular expressions, searched for in
+        the path whatever the case of its letters, to one of these or `None`, of which
+        the first that is found counts; or a function `(path: str,
+        jax.ShapeDtypeStruct)` that returns one of these or `None`. Default `None`:
+        there are none.
+
+    Raises:
+      ValueError: if a field has a value other than those above; in `init`, if a
+        parameter has no such axes.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> so.Blocking(block_size=512)
+      Blocking(block_size=512, merge_to=2, merge_from='leading', batch=None)
+
+      A stack of 24 layers:
+
+      >>> blocking = so.Blocking(batch={"^layers/": 0})
+      >>> params = {"layers": {"w": jnp.ones((24, 4, 3))}, "head": jnp.ones((3, 2))}
+      >>> state = so.scale_by_shampoo(blocking=blocking).init(params)
+      >>> {name: roots["0"].shape for name, roots in state.roots.items()}
+      {'3x2': (1, 3, 3), '4x3': (24, 4, 4)}
+
+    References:
+      Shi et al., A Distributed Data-Parallel PyTorch Implementation of the
+      Distributed Shampoo Optimizer, 2023, https://arxiv.org/abs/2309.06497,
+      section 3.1.
+    """
+
+    block_size: int | None = 1024
+    merge_to: int | None = 2
+    merge_from: MergeFrom = "leading"
+    batch: (
+        int
+        | tuple[int, ...]
+        | Batch
+        | Mapping[str, Any]
+        | Rules
+        | Callable[[str, jax.ShapeDtypeStruct], Any]
+        | None
+    ) = None
+
+    def __post_init__(self):
+        if self.block_size is not None:
+            check_integer("block_size", self.block_size)
+        if self.merge_to is not None:
+            check_integer("merge_to", self.merge_to)
+        check_choice("merge_from", self.merge_from, get_args(MergeFrom))
+        object.__setattr__(self, "batch", checked_batch(self.batch))
 
 
 def views_of(

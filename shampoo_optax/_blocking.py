@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shampoo_optax._config import Blocking
+from shampoo_optax._batch import Blocking
 from shampoo_optax._division import UNDIVIDED, Division, deal
 from shampoo_optax._stacks import Piece, Plan, Region, Stack, Stacks, View, whole_view
 from shampoo_optax._trees import narrow, wide_dtype

@@ -16,7 +16,7 @@ from shampoo_optax._checks import (
     check_number,
     check_rate,
 )
-from shampoo_optax._mesh import beside
+from shampoo_optax._lying import beside
 from shampoo_optax._trees import next_count, require_params, tree_map, wide
 
 

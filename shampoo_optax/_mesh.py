@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 import optax
-from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from shampoo_optax._lying import alike, reshard_back
 from shampoo_optax._placement import Placement
 from shampoo_optax._specs import Spec
 
@@ -86,7 +86,7 @@ def _reshard_around(
     count, rest = jax.sharding.reshard((count, rest), whole)
     fields = jax.sharding.reshard(fields, divided)
     leaves, count, fields = mapped(leaves, count, fields, *rest)
-    return _reshard_back(leaves, kinds), count, fields
+    return reshard_back(leaves, kinds), count, fields
 
 
 def _typed(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
@@ -99,14 +99,9 @@ def _typed(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*kept))
 
 
-def _reshard_back(leaves: list, kinds: list) -> list:
-    return [
-        leaf if kind is None or kind.mesh.empty else jax.sharding.reshard(leaf, kind)
-        for leaf, kind in zip(leaves, kinds, strict=True)
-    ]
-
-
-def lying_alike(leaves: list, params: list, placement: Placement | None) -> list:
+def lying_alike(
+    leaves: list, params: list, paths: list, placement: Placement | None
+) -> list:
     """Brings updates to where the parameters lie, of which nothing was declared.
 
     On Auto axes, where the step has them whole; on Explicit ones types say it.
@@ -116,28 +111,9 @@ def lying_alike(leaves: list, params: list, placement: Placement | None) -> list
     if AxisType.Explicit in placement.mesh.axis_types:
         return leaves
     return [
-        leaf if leaf is None else _alike(leaf, param)
-        for leaf, param in zip(leaves, params, strict=True)
+        leaf if leaf is None else alike(leaf, param, jax.tree_util.keystr(path))
+        for leaf, param, path in zip(leaves, params, paths, strict=True)
     ]
-
-
-def _alike(leaf: jax.Array, param: jax.Array) -> jax.Array:
-    if isinstance(leaf, jax.core.Tracer) or isinstance(param, jax.core.Tracer):
-        return shard_alike(leaf, param)[0]
-    there = _on_mesh(param) and param.sharding.device_set == leaf.sharding.device_set
-    return jax.device_put(leaf, param.sharding) if there else leaf
-
-
-def reshard_whole(leaves: list) -> tuple[list, Callable[[list], list]]:
-    """Leaves that may be cut anywhere, also on Explicit axes, and the way back."""
-    kinds = [jax.typeof(leaf).sharding for leaf in leaves]
-    whole = [
-        jax.sharding.reshard(leaf, NamedSharding(kind.mesh, PartitionSpec()))
-        if any(kind.spec)
-        else leaf
-        for leaf, kind in zip(leaves, kinds, strict=True)
-    ]
-    return whole, lambda new: _reshard_back(new, kinds)
 
 
 def place_rest(
@@ -166,27 +142,3 @@ def place_rest(
         return jax.tree.map(place, tx.init(params))
 
     return optax.GradientTransformationExtraArgs(init_fn, tx.update)
-
-
-def beside(state: Any, params: optax.Params) -> Any:
-    """Puts the scalars of a first state on the mesh of the parameters, if there is one.
-
-    Where they are after an update, as in :func:`place_rest`.
-    """
-    meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(params) if _on_mesh(leaf)]
-    if not meshes:
-        return state
-    whole = NamedSharding(meshes[0], PartitionSpec())
-
-    def place(leaf: jax.Array) -> jax.Array:
-        traced = isinstance(leaf, jax.core.Tracer)
-        there = traced or leaf.ndim or leaf.committed
-        return leaf if there else jax.device_put(leaf, whole)
-
-    return jax.tree.map(place, state)
-
-
-def _on_mesh(leaf: Any) -> bool:
-    """Whether a leaf is an array, and no tracer, that is on a mesh."""
-    here = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-    return here and isinstance(leaf.sharding, NamedSharding)

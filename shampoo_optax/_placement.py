@@ -238,11 +238,6 @@ def only_layouts(owners: int | Mesh = 0) -> Iterator[None]:
         _planned.reset(token)
 
 
-def is_local(placement: Placement | None) -> bool:
-    """Whether every device cuts and keeps its own shards."""
-    return placement is not None and placement.mode == "local"
-
-
 def layouts_wanted() -> bool:
     """Whether we are within :func:`only_layouts`."""
     return _planned.get() is not None

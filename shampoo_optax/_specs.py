@@ -53,11 +53,13 @@ def specs_for(
     leaves: Sequence[Any],
     mesh: Mesh | None,
     axes: Sequence[str],
+    local: bool = False,
 ) -> tuple[Spec, ...]:
     """How each parameter is divided, an entry for every dimension.
 
     Types that nothing is declared for may name axes other than `axes`. These are left
-    out: devices along them hold copies of blocks, and so of what the step takes.
+    out: devices along them hold copies of blocks, and so of what the step takes. In
+    local mode, in which nothing is sent, they are refused.
 
     Args:
       specs: those of a `Placement`.
@@ -65,6 +67,7 @@ def specs_for(
       leaves: arrays, traced or not, or `ShapeDtypeStruct`s, of global shapes.
       mesh: that of the placement; without one all parameters are whole.
       axes: those of the placement.
+      local: whether its mode is local.
 
     Raises:
       ValueError: if what is declared does not fit a parameter.
@@ -72,7 +75,10 @@ def specs_for(
     if mesh is None:
         return tuple(_per_dim(PartitionSpec(), leaf) for leaf in leaves)
     if specs is None:
-        return tuple(_typed(leaf, mesh, axes) for leaf in leaves)
+        return tuple(
+            _typed(name_of(path), leaf, mesh, axes, local)
+            for path, leaf in zip(paths, leaves, strict=True)
+        )
     return tuple(
         _declared(specs, name_of(path), leaf, mesh, axes)
         for path, leaf in zip(paths, leaves, strict=True)
@@ -89,7 +95,7 @@ def _per_dim(spec: PartitionSpec, leaf: Any) -> Spec:
     return found + ((),) * (len(leaf.shape) - len(found))
 
 
-def _typed(leaf: Any, mesh: Mesh, axes: Sequence[str]) -> Spec:
+def _typed(path: str, leaf: Any, mesh: Mesh, axes: Sequence[str], local: bool) -> Spec:
     """What the type says, in which Explicit axes alone appear."""
     kind = jax.typeof(leaf).sharding
     same = (kind.mesh.axis_names, kind.mesh.axis_sizes) == (
@@ -97,6 +103,9 @@ def _typed(leaf: Any, mesh: Mesh, axes: Sequence[str]) -> Spec:
         mesh.axis_sizes,
     )
     spec = _per_dim(kind.spec if same else PartitionSpec(), leaf)
+    if local and not {axis for names in spec for axis in names} <= set(axes):
+        what = f"divide parameters over the placement's axes, {tuple(axes)}"
+        raise unfit(_KIND, what, kind.spec, path, leaf)
     return tuple(tuple(axis for axis in names if axis in axes) for names in spec)
 
 

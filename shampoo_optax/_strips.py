@@ -6,7 +6,6 @@ device has one of each block; a second exchange brings the strips of a block tog
 
 import itertools
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -94,19 +93,8 @@ def spread(
     stacks = {}
     for wire, names in wires(plan, leaves, dtype).items():
         sent = {name: directions[name] for name in names}
-        scaled = dtype is not None and wire == np.float16
-        powers = {n: power_of(block) for n, block in sent.items()} if scaled else {}
-        for name, power in powers.items():
-            sent[name] = scale(sent[name], -power)
-        rows = [_strips(sent[n], plan.share[n], forms[n], plan, axes) for n in names]
-        rows += [jnp.broadcast_to(p, (devices, *p.shape)) for p in powers.values()]
-        rows = _exchange([narrow(row, wire) for row in rows], axes)
-        for name, row in zip(names, rows, strict=False):
-            row = row.astype(plan.stacks[name].dtype)
-            stacks[name] = row.reshape(plan.stacks[name].size, -1)
-        for name, row in zip(powers, rows[len(names) :], strict=True):
-            power = row.reshape(-1).astype(stacks[name].dtype)
-            stacks[name] = scale(stacks[name], power)
+        send = _send_scaled if dtype is not None and wire == np.float16 else _send
+        stacks |= send(plan, forms, axes, wire, sent)
     present = [n for n, leaf in enumerate(leaves) if leaf is not None]
     strips = _paste(plan, routes, forms, devices, stacks, present)
     opened = {
@@ -119,6 +107,38 @@ def spread(
         _reclose(opened[n], leaf, routes[n], sizes) if n in opened else leaf
         for n, leaf in enumerate(leaves)
     ]
+
+
+def _send(
+    plan: Plan, forms: dict[str, Form], axes: Names, wire: np.dtype, sent: Stacks
+) -> Stacks:
+    """The strips of all slots, of blocks of which each device has its own."""
+    rows = [
+        narrow(_strips(block, plan.share[n], forms[n], plan, axes), wire)
+        for n, block in sent.items()
+    ]
+    rows = _exchange(rows, axes)
+    return {
+        n: row.astype(plan.stacks[n].dtype).reshape(plan.stacks[n].size, -1)
+        for n, row in zip(sent, rows, strict=True)
+    }
+
+
+def _send_scaled(
+    plan: Plan, forms: dict[str, Form], axes: Names, wire: np.dtype, sent: Stacks
+) -> Stacks:
+    """Sends each block near 1, and all devices the power of two that undoes it."""
+    powers = {n: power_of(block) for n, block in sent.items()}
+    scaled = {n: scale(block, -powers[n]) for n, block in sent.items()}
+    strips = _send(plan, forms, axes, wire, scaled)
+    row = [power.astype(jnp.float32) for power in powers.values()]
+    row = jax.lax.all_gather(jnp.concatenate(row), axes)
+    stops = np.cumsum([len(power) for power in powers.values()])[:-1]
+    parts = zip(strips.items(), jnp.split(row, stops, axis=1), strict=True)
+    return {
+        n: scale(strip, part.reshape(-1).astype(strip.dtype))
+        for (n, strip), part in parts
+    }
 
 
 def traffic(
@@ -137,12 +157,11 @@ def traffic(
     forms = forms_of(plan, routes, devices)
 
     def between_owners(chosen: str | None) -> int:
-        total = 0
-        for wire, names in wires(plan, leaves, chosen).items():
-            powers = chosen is not None and wire == np.float16
-            slots = ((plan.stacks[n].size, forms[n].width + powers) for n in names)
-            total += wire.itemsize * sum(itertools.starmap(operator.mul, slots))
-        return total
+        return sum(
+            wire.itemsize * plan.stacks[name].size * forms[name].width
+            for wire, names in wires(plan, leaves, chosen).items()
+            for name in names
+        )
 
     for leaf, route in zip(leaves, routes, strict=True):
         if route is None:
@@ -157,6 +176,8 @@ def traffic(
         gathered = math.prod(sizes[n] for names in route.gathered for n in names)
         if gathered > 1:
             sent["all-gather"] += leaf.size // shards * leaf.dtype.itemsize
+    if dtype == "float16":  # with powers of two
+        sent["all-gather"] += 4 * sum(stack.size for stack in plan.stacks.values())
     directions = between_owners(dtype)
     sent["all-to-all"] += between_owners(None) + directions
     return {kind: number for kind, number in sent.items() if number}, directions

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,17 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shampoo_optax._batch import views_of
 from shampoo_optax._blocking import (
     cut,
-    on_each,
     paste,
-    plan_of,
     present_slots,
     unpadded_sides,
 )
 from shampoo_optax._config import Options
-from shampoo_optax._division import UNDIVIDED, Division, polynomial
 from shampoo_optax._exchange import gather, mean_own_blocks, own_blocks, own_tables
 from shampoo_optax._idle import warn_if_idle
 from shampoo_optax._leaves import read_gradients, read_params
@@ -30,12 +25,18 @@ from shampoo_optax._mesh import lying_alike, on_mesh, on_shares
 from shampoo_optax._placement import (
     Placement,
     check_outside,
-    is_local,
     layouts_wanted,
     owners_of,
 )
+from shampoo_optax._planning import (
+    is_cut_locally,
+    plan_blocks,
+    plan_undivided,
+    specs_at,
+    views_at,
+)
 from shampoo_optax._routes import routes_of
-from shampoo_optax._specs import Spec, shards_of, specs_for
+from shampoo_optax._specs import Spec
 from shampoo_optax._stacks import Inputs, Plan, Stack, Stacks, View
 from shampoo_optax._strips import collect, spread
 from shampoo_optax._trees import next_count, when_due
@@ -60,8 +61,12 @@ class Layout:
     paths: tuple[str, ...]  # of the parameters
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     specs: tuple[Spec, ...]  # of the leaves; empty without a mesh
-    local: bool  # whether every device has cut its own shards
     replan: Callable[[bool], Plan]  # for one device: of whole parameters, or of shards
+
+    @property
+    def local(self) -> bool:
+        """Whether every device has cut its own shards."""
+        return is_cut_locally(self.placement, self.plan.owners)
 
     @property
     def divided(self) -> bool:
@@ -73,17 +78,6 @@ class Layout:
     def abstract(self) -> Any:
         """The whole state, as `ShapeDtypeStruct`s."""
         return jax.eval_shape(lambda: _first_state(self.method, self.plan.stacks))
-
-
-def _division(
-    method: Method, options: Options, placement: Placement | None, owners: int
-) -> Division:
-    cost = "memory" if placement is None else placement.cost
-    return Division(
-        owners=owners,
-        cost=method.memory if cost == "memory" else polynomial(cost),
-        fixed=options.fixed_orders,
-    )
 
 
 def _first_state(method: Method, stacks: dict[str, Stack]) -> Any:
@@ -122,61 +116,33 @@ def block_transform(
         specs: tuple[Spec, ...],
         owners: int,
     ) -> tuple:
-        blocking, limits = options.blocking, options.axes.limits
-        local = _is_cut_locally(placement, owners)
-        if local:
-            shards = _shards(leaves, specs, placement)
-            plan = plan_of(shards, blocking, UNDIVIDED, limits, views)
-            plan = on_each(plan, owners)
-        else:
-            division = _division(method, options, placement, owners)
-            plan = plan_of(leaves, blocking, division, limits, views)
+        plan = plan_blocks(
+            leaves, views, specs, owners, options, placement, method.memory
+        )
         inside = placement is not None and placement.mesh is None
         held = plan.share if inside else plan.stacks
         expected = jax.eval_shape(lambda: _first_state(method, held))
         make = functools.partial(_first_state, method, plan.share)
-        exchange = _exchange(plan, placement, specs, local)
+        exchange = _exchange(plan, placement, specs)
         run = functools.partial(_step, method, exchange)
         if placement is not None and placement.mesh is not None:
             make, run = on_shares(make, placement), on_mesh(run, placement, specs)
         return plan, expected, make, run
 
-    def specs_at(paths: list, leaves: list) -> tuple[Spec, ...]:
-        if placement is None or placement.mesh is None:
-            return ()
-        mesh, axes = placement.mesh, placement.axes
-        return specs_for(placement.specs, paths, leaves, mesh, axes)
-
-    def views_at(
-        paths: list, leaves: list, specs: tuple[Spec, ...], apart: bool = False
-    ) -> tuple[View, ...]:
-        shards = [shards_of(spec, placement.mesh) for spec in specs] or None
-        return views_of(options.blocking.batch, paths, leaves, shards, apart)
-
     def plan_for(paths: list, leaves: list) -> tuple:
-        specs = specs_at(paths, leaves)
+        specs = specs_at(paths, leaves, placement)
         owners = owners_of(placement) if leaves else 1
-        cut = specs if _is_cut_locally(placement, owners) else ()
-        return prepare(_structs(leaves), views_at(paths, leaves, cut), specs, owners)
+        cut = specs if is_cut_locally(placement, owners) else ()
+        views = views_at(paths, leaves, cut, options, placement)
+        return prepare(_structs(leaves), views, specs, owners)
 
     def layout_of(paths: list, leaves: list, plan: Plan) -> Layout:
-        structs, specs = _structs(leaves), specs_at(paths, leaves)
-
-        def replan(apart: bool) -> Plan:
-            views = views_at(paths, structs, specs if apart else (), apart)
-            blocking, limits = options.blocking, options.axes.limits
-            return plan_of(structs, blocking, UNDIVIDED, limits, views)
-
-        return Layout(
-            method,
-            plan,
-            placement,
-            tuple(map(jax.tree_util.keystr, paths)),
-            structs,
-            specs,
-            _is_cut_locally(placement, plan.owners),
-            replan,
+        structs, specs = _structs(leaves), specs_at(paths, leaves, placement)
+        replan = functools.partial(
+            plan_undivided, paths, structs, specs, options, placement
         )
+        names = tuple(map(jax.tree_util.keystr, paths))
+        return Layout(method, plan, placement, names, structs, specs, replan)
 
     def init_fn(params: optax.Params) -> Any:
         leaves, paths = read_params(params)
@@ -203,39 +169,10 @@ def block_transform(
         fields = state._asdict()
         count = fields.pop("count")
         leaves, count, fields = run(gradients.leaves, count, fields, numbers, discard)
-        leaves = lying_alike(leaves, gradients.params, placement)
+        leaves = lying_alike(leaves, gradients.params, gradients.paths, placement)
         return gradients.rebuild(leaves), method.state(count=count, **fields)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _is_cut_locally(placement: Placement | None, owners: int) -> bool:
-    """Whether every one of so many devices cuts its own shards."""
-    if not is_local(placement):
-        return False
-    devices = math.prod(placement.sizes.values())
-    if owners not in (1, devices):
-        raise ValueError(
-            f"`devices` must be that of the mesh, {devices}, in local mode, which cuts "
-            f"its shards, got {owners}."
-        )
-    return owners == devices
-
-
-def _shards(
-    leaves: tuple[jax.ShapeDtypeStruct, ...],
-    specs: tuple[Spec, ...],
-    placement: Placement,
-) -> list[jax.ShapeDtypeStruct]:
-    """What a device has of each parameter."""
-    shapes = (
-        tuple(map(operator.floordiv, leaf.shape, shards_of(spec, placement.mesh)))
-        for leaf, spec in zip(leaves, specs, strict=True)
-    )
-    return [
-        jax.ShapeDtypeStruct(shape, leaf.dtype)
-        for leaf, shape in zip(leaves, shapes, strict=True)
-    ]
 
 
 def _structs(leaves: list) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -290,9 +227,9 @@ class Exchange(NamedTuple):
 
 
 def _exchange(
-    plan: Plan, placement: Placement | None, specs: tuple[Spec, ...], local: bool
+    plan: Plan, placement: Placement | None, specs: tuple[Spec, ...]
 ) -> Exchange:
-    if placement is None or local:
+    if placement is None or is_cut_locally(placement, plan.owners):
         plan = plan._replace(stacks=plan.share, owners=1)
         alone = functools.partial
         return Exchange(plan, alone(cut, plan), lambda x: x, alone(paste, plan))

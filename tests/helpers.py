@@ -230,6 +230,20 @@ def replicate(tree, mesh):
     return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
+def divide(tree, mesh, specs):
+    """The arrays of a dict on a mesh, each as its spec says; `None` stays."""
+    return {
+        name: leaf
+        if leaf is None
+        else jax.device_put(leaf, NamedSharding(mesh, specs[name]))
+        for name, leaf in tree.items()
+    }
+
+
+def same_sharding(one, other):
+    return one.sharding.is_equivalent_to(other.sharding, one.ndim)
+
+
 _compiled = []  # one entry for every program that XLA has compiled
 
 

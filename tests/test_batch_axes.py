@@ -14,6 +14,7 @@ from flax import linen as nn
 from helpers import normals, placement_of, plan_of, quick_jit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 
 import shampoo_optax as so
 from shampoo_optax import _batch, _blocking
@@ -89,7 +90,8 @@ def test_slices_are_trained_as_parameters(name):
     assert helpers.worst_of_steps(got, want) <= 1e-6
 
 
-def test_guards_are_those_of_slices():
+@pytest.mark.parametrize("kind", [None, "Auto", "Explicit"])
+def test_guards_are_those_of_slices(kind):
     """One slice has a gradient of NaN, one a factor on which the iteration fails."""
     sound = np.random.default_rng(0).standard_normal((6, 4, 6, 5)).astype(np.float32)
     spoilt = sound.copy()
@@ -103,6 +105,7 @@ def test_guards_are_those_of_slices():
         relative_eps=1e-6,
         root=so.CoupledNewton(max_iterations=10),
         blocking=so.Blocking(batch=0),
+        placement=kind and placement_of(4, 2, kind=kind),
     )
 
     @quick_jit
@@ -113,9 +116,17 @@ def test_guards_are_those_of_slices():
 
         return jax.lax.scan(step, tx.init(gradients[0]), gradients)
 
-    (state, updates), (plain_state, plain) = run(spoilt), run(sound)
-    np.testing.assert_array_equal(state.skipped["6x5"], [0, 1, 0, 0])
-    np.testing.assert_array_equal(state.failures["6x5"], [0, 0, 2, 0])
+    mesh = kind and helpers.mesh_of(4, 2, kind=kind)
+    (state, updates), (plain_state, plain) = (
+        jax.device_get(run(helpers.replicate(jnp.asarray(given), mesh)))
+        for given in (spoilt, sound)
+    )
+    (region,) = plan_of(tx, sound[0]).regions
+    (stack,) = state.skipped
+    (slots,) = (piece.slots for piece in region.pieces)
+    np.testing.assert_array_equal(state.skipped[stack][slots], [0, 1, 0, 0])
+    np.testing.assert_array_equal(state.failures[stack][slots], [0, 0, 2, 0])
+    assert helpers.total((state.skipped, state.failures)) == 3
     assert helpers.total((plain_state.skipped, plain_state.failures)) == 0
     helpers.assert_finite(updates)
     np.testing.assert_array_equal(updates[4, 1], 0)
@@ -139,17 +150,22 @@ def test_an_absent_gradient_leaves_all_slices_as_they_were():
 # ---- the program
 
 
-def test_programs_do_not_grow_with_slices():
+@pytest.mark.parametrize("kind", [None, "Auto", "Explicit"])
+def test_programs_do_not_grow_with_slices(kind):
     """And what is decomposed, is decomposed within the branch of a refresh."""
 
     def program(slices):
         params = helpers.structs({"w": (slices, 8, 6), "b": (slices, 6)})
-        tx = so.scale_by_shampoo(refresh_every=3, blocking=so.Blocking(batch=0))
+        tx = so.scale_by_shampoo(
+            refresh_every=3,
+            blocking=so.Blocking(batch=0),
+            placement=kind and placement_of(8, kind=kind),
+        )
         state = jax.eval_shape(tx.init, params)
         text = jax.jit(tx.update).lower(params, state, params).as_text()
         return helpers.update_equations(tx, params), len(text.splitlines())
 
-    (few, few_lines), (many, many_lines) = program(2), program(40)
+    (few, few_lines), (many, many_lines) = program(16), program(40)
     assert len(few) == len(many) and few_lines == many_lines
     inside = [around for eqn, around in many if eqn.primitive.name == "eigh"]
     assert len(inside) == 2  # of sides 8 and 6: those of `w` and `b` are joined
@@ -157,6 +173,36 @@ def test_programs_do_not_grow_with_slices():
 
 
 # ---- on a mesh
+
+# {parameter: its spec on the mesh (4, 2)}
+DIVIDED = {"first": (None, "x", "y"), "experts": ("y", None, ("x",))}
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("name", ["shampoo", "soap", "kl"])
+def test_slices_are_trained_as_parameters_on_a_mesh(name, kind):
+    """C14, C18: stacked parameters are divided along several axes."""
+    make, kwargs, *_ = METHODS[name]
+    mesh = helpers.mesh_of(4, 2, kind=kind)
+    specs = {name: PartitionSpec(*spec) for name, spec in DIVIDED.items()}
+    rules = {f"^stacked/{name}$": spec for name, spec in specs.items()}
+    placement = so.Placement(mesh, specs=rules if kind == "Auto" else None)
+    tx = make(
+        **kwargs,
+        blocking=so.Blocking(batch=rules_of(DIVIDED)),
+        placement=placement,
+    )
+    steps = [
+        {
+            "stacked": helpers.divide(tree, mesh, specs),
+            "apart": helpers.replicate(apart(tree), mesh),
+        }
+        for tree in gradients(DIVIDED, 12)
+    ]
+    updates = jax.device_get(helpers.trace(tx, steps[0], steps, jit=quick_jit)[0])
+    got = [apart(update["stacked"]) for update in updates]
+    want = [update["apart"] for update in updates]
+    assert helpers.worst_of_steps(got, want) <= 1e-6
 
 
 def test_divided_over_devices():

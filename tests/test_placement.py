@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import TRANSFORMS, mesh_of, replicate, set_mesh
+from helpers import TRANSFORMS, mesh_of, replicate, same_sharding, set_mesh
 from helpers import worst_of_steps as error
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -50,10 +50,6 @@ def use(tx, params, steps, jit=None, init=None):
 
 def donating(update):
     return jax.jit(update, donate_argnums=1)
-
-
-def same_sharding(one, other):
-    return one.sharding.is_equivalent_to(other.sharding, one.ndim)
 
 
 @functools.lru_cache

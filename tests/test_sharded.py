@@ -1,0 +1,352 @@
+"""Parameters divided over a mesh: the steps, shardings and memory of lossless mode."""
+
+import functools
+import math
+import re
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import divide, mesh_of, plan_of, quick_jit, same_sharding, set_mesh
+from helpers import worst_of_steps as error
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_placement import use
+from test_wire import inside_conditionals
+
+import shampoo_optax as so
+from benchmarks.hlo import collectives
+
+# {parameter: (shape, spec on the mesh (4, 2))}; blocks have sides of up to 8.
+FORMS = {
+    "rows": ((16, 8), P("x")),
+    "columns": ((8, 16), P(None, "x")),
+    "both": ((16, 8), P("x", "y")),
+    "joint": ((16, 8), P(("x", "y"))),
+    "crossed": ((8, 16), P(None, ("y", "x"))),
+    "uneven": ((20, 12), P("x", "y")),  # shards of 5 and 6, blocks of 8 and 4
+    "minor": ((10, 7), P("y")),
+    "whole": ((2, 7), P()),
+    "bias": ((16,), P("x")),
+    "scale": ((5,), P()),
+    "scalar": ((), P()),
+    "experts": ((4, 8, 4), P("x", None, "y")),
+    "layers": ((3, 8, 8), P(None, "x")),
+    "qkv": ((8, 24), P(None, "x")),  # shards of 6, parts of 8
+    "kernel": ((3, 2, 4, 8), P(None, None, "x", "y")),  # merged to (6, 4, 8)
+    "merged": ((2, 4, 8), P(None, "x")),  # to (8, 8)
+    "front": ((2, 4, 8), P("y", "x")),
+    "absent": ((8, 4), P("x")),  # without a gradient
+}
+SPECS = {name: spec for name, (_, spec) in FORMS.items()}
+FEW = ("both", "crossed", "uneven", "bias", "scalar", "experts", "qkv", "merged")
+BATCH = {"experts|layers": 0, "qkv": so.Batch(split={1: 3})}
+BLOCKING = so.Blocking(8, batch=BATCH)
+# Sums, and a first refresh at full rank.
+STEADY = dict(b2=1.0, graft_b2=0.9, refresh_every=4, start=8, relative_eps=1e-2)
+METHODS = {
+    "shampoo": (so.scale_by_shampoo, STEADY, tuple(FORMS)),
+    "soap": (so.scale_by_soap, dict(refresh_every=8), FEW),
+    "kl": (so.scale_by_kl_shampoo, dict(refresh_every=8, relative_eps=1e-2), FEW),
+    "spectral": (so.scale_by_spectral_descent, {}, ("both", "crossed", "qkv")),
+    "sign": (so.scale_by_sign_descent, dict(scale="l1"), FEW),
+}
+
+
+def rules(specs):
+    return {f"^{name}$": spec for name, spec in specs.items()}
+
+
+def build(name, placement=None):
+    make, kwargs, _ = METHODS[name]
+    return make(**kwargs, blocking=BLOCKING, placement=placement)
+
+
+def placement_of(kind, sizes=(4, 2), **kwargs):
+    """Shardings are declared on Auto axes, and are those of the types on Explicit."""
+    if kind == "Auto":
+        kwargs = dict(specs=rules(SPECS)) | kwargs
+    return so.Placement(mesh_of(*sizes, kind=kind), **kwargs)
+
+
+def doubles(names, steps):
+    shapes = {name: FORMS[name][0] for name in names}
+    trees = jax.tree.map(
+        lambda x: x.astype(jnp.float64), helpers.normal_steps(shapes, steps)
+    )
+    return [tree | dict.fromkeys({"absent"} & set(names)) for tree in trees]
+
+
+def like(shapes):
+    return {name: jnp.zeros(FORMS[name][0], jnp.float64) for name in shapes}
+
+
+# ---- the trajectory of one device
+
+
+@functools.cache
+def on_one_device(name, steps=10):
+    """In float64: rounding is no matter, whatever is decomposed."""
+    with helpers.enable_x64():
+        names = METHODS[name][-1]
+        trees = doubles(names, steps)
+        updates, _ = helpers.trace(build(name), like(names), trees, jit=quick_jit)
+    return jax.device_get(updates)
+
+
+def on_mesh(name, placement, steps=10):
+    """The updates, each with the sharding of its parameter."""
+    names = METHODS[name][-1]
+    lay = functools.partial(divide, mesh=placement.mesh, specs=SPECS)
+    params, trees = lay(like(names)), list(map(lay, doubles(names, steps)))
+    updates, states = helpers.trace(
+        build(name, placement), params, trees, jit=quick_jit
+    )
+    for key in set(names) - {"absent"}:
+        assert same_sharding(updates[-1][key], params[key]), key
+        assert jax.typeof(updates[-1][key]) == jax.typeof(params[key]), key
+    types = [jax.tree.map(jax.typeof, state) for state in (states[0], states[-1])]
+    assert types[0] == types[1]
+    return jax.device_get(updates)
+
+
+@pytest.mark.parametrize(
+    "name, kind, axes",
+    [
+        ("shampoo", "Auto", None),
+        ("shampoo", "Explicit", None),
+        ("soap", "Auto", ("y", "x")),
+        ("kl", "Explicit", None),
+        ("spectral", "Auto", None),
+        ("sign", "Explicit", ("y", "x")),
+    ],
+)
+def test_as_on_one_device(x64, name, kind, axes):
+    """Replicated, FSDP, tensor parallel, batch-stacked and split, in one tree."""
+    got = on_mesh(name, placement_of(kind, axes=axes))
+    assert error(got, on_one_device(name)) <= 1e-12
+
+
+# ---- (replica, shard) meshes
+
+ROWS = {"w": P("y"), "v": P(None, "y"), "u": P(), "b": P("y")}
+SHAPES = {"w": (16, 6), "v": (6, 12), "u": (5, 4), "b": (12,)}
+# A ridge of 1e-2 leaves no factor ill-conditioned.
+WELL = dict(b2=0.9, refresh_every=2, relative_eps=1e-2, blocking=so.Blocking(8))
+
+
+@functools.cache
+def replicas_on_one_device():
+    steps = helpers.normal_steps(SHAPES, 4)
+    tx = so.scale_by_shampoo(**WELL)
+    return steps, helpers.trace(tx, steps[0], steps, jit=quick_jit)[0]
+
+
+@pytest.mark.parametrize("axes", ["y", ("x", "y")], ids=str)
+def test_replicas_of_shards(axes):
+    """HSDP: a state that is divided over the shards only, or over all devices."""
+    steps, want = replicas_on_one_device()
+    mesh = mesh_of(2, 4)
+    placement = so.Placement(mesh, axes, specs=rules(ROWS))
+    tx = so.scale_by_shampoo(**WELL, placement=placement)
+    placed = [divide(step, mesh, ROWS) for step in steps]
+    got, states = helpers.trace(tx, placed[0], placed, jit=quick_jit)
+    assert error(got, want) <= 1e-6
+    assert all(jax.tree.leaves(jax.tree.map(same_sharding, got[-1], placed[-1])))
+    divided = NamedSharding(mesh, P(axes))
+    for leaf in jax.tree.leaves(states[-1].factors):
+        assert leaf.sharding.is_equivalent_to(divided, leaf.ndim)
+
+
+# ---- C18: however the step is called
+
+LAID = {
+    "rows": P("x"),
+    "columns": P(None, "x"),
+    "whole": P(),
+    "both": P("x", "y"),
+    "joint": P(("x", "y")),
+}
+SQUARES = dict.fromkeys((*LAID, "loose"), (8, 8))  # the last one is not committed
+
+
+@functools.cache
+def squares_on_one_device():
+    steps = helpers.normal_steps(SQUARES, 3)
+    tx = so.scale_by_shampoo(**WELL)
+    return steps, helpers.trace(tx, steps[0], steps, jit=quick_jit)[0]
+
+
+def donating(update):
+    return quick_jit(update, donate_argnums=1)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit", "declared"])
+def test_every_sharding_on_both_kinds_of_mesh(kind):
+    """Plain, jitted with donated state, and under `jax.set_mesh`.
+
+    Shardings of Auto axes are found out, or declared.
+    """
+    steps, want = squares_on_one_device()
+    mesh = mesh_of(4, 2, kind="Explicit" if kind == "Explicit" else "Auto")
+    specs = rules(LAID) if kind == "declared" else None
+    tx = so.scale_by_shampoo(**WELL, placement=so.Placement(mesh, specs=specs))
+    loose = [{"loose": step["loose"]} for step in steps]
+    steps = [
+        divide({name: step[name] for name in LAID}, mesh, LAID) | rest
+        for step, rest in zip(steps, loose, strict=True)
+    ]
+    runs = [
+        use(tx, steps[0], steps),
+        use(tx, steps[0], steps, donating, quick_jit(tx.init)),
+    ]
+    with set_mesh(mesh):
+        runs.append(use(tx, steps[0], steps, quick_jit))
+    for got, state in runs:
+        assert error(jax.device_get(got), want) <= 1e-6
+        for name in LAID:
+            assert same_sharding(got[-1][name], steps[-1][name]), name
+        for leaf in jax.tree.leaves(state.factors):
+            assert len(leaf.addressable_shards[0].data) == len(leaf) // 8
+
+
+# ---- what travels, and what a device holds
+
+
+def compiled_step(tx, params, **donated):
+    state = so.abstract_state(tx, params)
+    return quick_jit(tx.update, **donated).lower(params, state, params).compile()
+
+
+def abstract(shapes, mesh, spec):
+    sharding = NamedSharding(mesh, spec)
+    return {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+        for name, shape in shapes.items()
+    }
+
+
+# {name: arguments}; the second keeps a sixteenth of a block, and no moments.
+KEPT = {
+    "all": dict(blocking=so.Blocking(32)),
+    "little": dict(
+        blocking=so.Blocking(128, batch=so.Batch(split={0: 16})),
+        axes=so.Axes(sides="input"),
+        b1=0.0,
+        graft="sgd",
+    ),
+}
+kept = pytest.mark.parametrize("kept", KEPT)
+
+
+@functools.cache
+def of_large_matrices(kept):
+    """Two matrices of 32 or 16 blocks each, divided along rows."""
+    mesh = mesh_of(8)
+    params = abstract({"v": (256, 128), "w": (256, 128)}, mesh, P("x"))
+    placement = so.Placement(mesh, specs=P("x"))
+    tx = so.scale_by_shampoo(**KEPT[kept], refresh_every=2, placement=placement)
+    step = compiled_step(tx, params, donate_argnums=1)
+    return tx, params, step, 2 * 4 * 256 * 128 // 8
+
+
+@kept
+def test_no_device_holds_a_whole_parameter(kept):
+    """No array of the step has as many entries as a whole parameter."""
+    *_, step, _ = of_large_matrices(kept)
+    kinds = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", step.as_text())
+    assert max(math.prod(map(int, sides.split(","))) for sides in kinds) < 256 * 128
+
+
+@kept
+def test_memory_of_a_step(kept):
+    """2.5 times the shares of gradients and directions, and the slots of one stack."""
+    tx, params, step, share = of_large_matrices(kept)
+    assert len(plan_of(tx, params).stacks) == 1
+    state = so.abstract_state(tx, params)
+    slots = sum(leaf.dtype.itemsize * leaf.size // 8 for leaf in jax.tree.leaves(state))
+    most = 2.5 * (2 * share + slots)
+    assert 0 < step.memory_analysis().temp_size_in_bytes <= most
+
+
+def test_what_travels_on_even_shards():
+    """Four exchanges of a share; none waits for a refresh."""
+    *_, step, share = of_large_matrices("all")
+    text = step.as_text()
+    found = collectives(text)
+    assert {kind for _, kind, _ in found} == {"all-to-all"}
+    assert max(size for *_, size in found) <= 1.25 * share
+    assert sum(size for *_, size in found) <= 4 * 1.25 * share
+    assert not {where for where, *_ in found} & inside_conditionals(text)
+
+
+def test_no_factor_travels():
+    """The gradients together are smaller than any factor."""
+    mesh = mesh_of(4, 2)
+    specs = {"^w": P("x", "y"), "^v": P(("y", "x"))}
+    params = abstract({"w": (64, 2)}, mesh, P("x", "y"))
+    params |= abstract({"v": (64, 2)}, mesh, P(("y", "x")))
+    placement = so.Placement(mesh, specs=specs)
+    tx = so.scale_by_soap(axes=so.Axes(sides="input"), placement=placement)
+    text = compiled_step(tx, params).as_text()
+    found = collectives(text)
+    assert found and sum(size for *_, size in found) < 4 * 64 * 64
+    assert not {where for where, *_ in found} & inside_conditionals(text)
+
+
+# ---- the dtype in which directions travel
+
+NARROW = {"w": P("x"), "v": P(None, "x"), "u": P()}
+
+
+@pytest.mark.parametrize("wire, digits", [("bfloat16", 8), ("float16", 11)])
+def test_narrow_wires(wire, digits):
+    """Directions are rounded to the nearest, gradients are not rounded."""
+    mesh = mesh_of(8)
+    grads = helpers.normal_steps({"w": (16, 8), "v": (8, 16), "u": (5, 4)}, 1)[0]
+    grads["w"] = 1e9 * grads["w"] if wire == "float16" else grads["w"]
+    kwargs = dict(b1=0.0, graft="sgd", blocking=so.Blocking(8))
+    placement = so.Placement(mesh, dtype=wire, specs=rules(NARROW))
+    tx = so.scale_by_shampoo(**kwargs, placement=placement)
+    params = divide(grads, mesh, NARROW)
+    got, state = quick_jit(tx.update)(params, tx.init(params), params)
+    alone = so.scale_by_shampoo(**kwargs)
+    want, single = quick_jit(alone.update)(grads, alone.init(grads), grads)
+    for name in grads:
+        assert 2.0 ** -(digits + 4) < helpers.worst(got[name], want[name])
+        assert helpers.worst(got[name], want[name]) <= 2.0**-digits
+    held, wanted = (
+        so.to_portable(each, one, grads) for each, one in ((tx, state), (alone, single))
+    )
+    assert helpers.worst(held, wanted) <= 1e-6
+
+
+# ---- calls that are discarded, and gradients in other dtypes
+
+
+def test_discarded_calls_and_bfloat16_gradients():
+    """Beside float32: a call that is discarded gives zeros, and the state as it was."""
+    mesh = mesh_of(8)
+    specs = {"w": P("x"), "v": P(None, "x")}
+    grads = helpers.normal_steps({"w": (16, 8), "v": (8, 8)}, 3)
+    grads = [tree | {"v": tree["v"].astype(jnp.bfloat16)} for tree in grads]
+    placement = so.Placement(mesh, specs=rules(specs))
+    tx, alone = (
+        so.scale_by_shampoo(**WELL, placement=each) for each in (placement, None)
+    )
+    placed = [divide(tree, mesh, specs) for tree in grads]
+    update = quick_jit(lambda g, s, flag: tx.update(g, s, g, discard=flag))
+    single = quick_jit(lambda g, s: alone.update(g, s, g))
+    state, other = tx.init(placed[0]), alone.init(grads[0])
+    for tree, divided in zip(grads, placed, strict=True):
+        none, same = update(divided, state, True)
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(none))
+        helpers.assert_equal(same, state)
+        got, state = update(divided, state, False)
+        want, other = single(tree, other)
+        assert helpers.worst(got["w"], want["w"]) <= 1e-6
+        assert got["v"].dtype == jnp.bfloat16
+        assert helpers.worst(got["v"], want["v"]) <= 2.0**-7
+        assert same_sharding(got["v"], divided["v"])
