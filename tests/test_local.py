@@ -23,7 +23,7 @@ FORMS = {
     "both": ((16, 12), P("x", "y"), so.Batch(split={0: 4, 1: 2})),
     "joint": ((32, 6), P(("x", "y")), so.Batch(split={0: 8})),
     "crossed": ((4, 48), P(None, ("y", "x")), so.Batch(split={1: 8})),
-    "whole": ((7, 5), P(), None),
+    "whole": ((4, 6), P(), None),
     "bias": ((20,), P("x"), so.Batch(split={0: 4})),
     "scale": ((5,), P(), None),
     "scalar": ((), P(), None),
@@ -39,7 +39,7 @@ FEW = ("both", "crossed", "rows", "whole", "bias", "scalar", "experts", "qkv")
 BATCH = {"^experts|^layers$": 0, "^qkv$": so.Batch(split={1: 8})}
 APART = {f"^{name}$": batch for name, (*_, batch) in FORMS.items()}
 # Sums, and a first refresh at full rank.
-STEADY = dict(b2=1.0, graft_b2=0.9, refresh_every=4, start=8, relative_eps=1e-2)
+STEADY = dict(b2=1.0, graft_b2=0.9, refresh_every=4, start=8, relative_eps=0.1)
 METHODS = {
     "shampoo": (so.scale_by_shampoo, STEADY, tuple(FORMS)),
     "soap": (so.scale_by_soap, dict(refresh_every=8), FEW),
@@ -92,22 +92,19 @@ def test_what_sends_is_found():
 # ---- the trajectory
 
 
-def doubles(names, steps):
+def doubles(names):
+    rng = np.random.default_rng(0)
     shapes = {name: FORMS[name][0] for name in names}
-    trees = jax.tree.map(
-        lambda x: x.astype(jnp.float64), helpers.normal_steps(shapes, steps)
-    )
-    return [tree | dict.fromkeys({"absent"} & set(names)) for tree in trees]
+    return [
+        {n: None if n == "absent" else rng.standard_normal(shapes[n]) for n in shapes}
+        for _ in range(10)
+    ]
 
 
 @functools.cache
 def on_one_device(name):
     with helpers.enable_x64():
-        names = METHODS[name][-1]
-        params = {key: jnp.zeros(FORMS[key][0], jnp.float64) for key in names}
-        trees = doubles(names, 10)
-        updates, _ = helpers.trace(build(name), params, trees, jit=quick_jit)
-    return jax.device_get(updates)
+        return helpers.scanned(build(name), doubles(METHODS[name][-1]))[0]
 
 
 @pytest.mark.parametrize(
@@ -127,8 +124,8 @@ def test_as_on_one_device_that_cuts_where_shards_end(x64, name, kind, axes):
         build(name, placement),
         functools.partial(divide, mesh=placement.mesh, specs=SPECS),
     )
-    params = lay({key: jnp.zeros(FORMS[key][0], jnp.float64) for key in names})
-    trees, state = list(map(lay, doubles(names, 10))), tx.init(params)
+    params = lay({key: np.zeros(FORMS[key][0]) for key in names})
+    trees, state = list(map(lay, doubles(names))), tx.init(params)
     types = jax.tree.map(jax.typeof, state)
     step = quick_jit(tx.update).lower(trees[0], state, params).compile()
     assert not sends(step.as_text())
@@ -149,7 +146,7 @@ def test_as_on_one_device_that_cuts_where_shards_end(x64, name, kind, axes):
 
 # ---- what a device keeps
 
-WELL = dict(b2=0.9, refresh_every=2, relative_eps=1e-2)
+WELL = dict(b2=0.9, refresh_every=2, relative_eps=0.1)
 
 
 def test_experts_stay_where_they_are():
@@ -171,7 +168,7 @@ def test_experts_stay_where_they_are():
     for tree in placed:
         update, state = step(tree, state, placed[0])
         updates.append(update)
-    want, (*_, single) = helpers.trace(alone, grads[0], grads, jit=quick_jit)
+    want, single = helpers.scanned(alone, grads)
     assert error(updates, want) <= 1e-6
     for axis in ("0", "1"):
         factors = state.factors["6x4@4local"][axis]
@@ -198,10 +195,8 @@ def test_devices_along_other_axes_hold_copies():
     split = so.Blocking(batch=so.Batch(split={0: 4}))
     tx = so.scale_by_shampoo(**WELL, placement=placement)
     alone = so.scale_by_shampoo(**WELL, blocking=split)
-    step = quick_jit(tx.update).lower(placed[0], tx.init(placed[0]), placed[0])
-    assert not sends(step.compile().as_text())
     got, (*_, state) = helpers.trace(tx, placed[0], placed, jit=quick_jit)
-    want, _ = helpers.trace(alone, grads[0], grads, jit=quick_jit)
+    want, _ = helpers.scanned(alone, grads)
     assert error(got, want) <= 1e-6
     (stack,) = state.factors
     assert stack.endswith("@4local")
@@ -270,8 +265,8 @@ def test_there_and_back_is_the_same_state():
 def test_portable_arrays_are_those_of_one_device():
     _, _, portable, _, steps = saved()
     alone = so.scale_by_shampoo(**WELL, blocking=SIZES)
-    _, states = helpers.trace(alone, steps[0], steps[:3], jit=quick_jit)
-    want = so.to_portable(alone, states[-1], steps[0])
+    _, state = helpers.scanned(alone, steps[:3])
+    want = so.to_portable(alone, state, steps[0])
     shapes, wanted = (
         {key: value.shape for key, value in each.items()} for each in (portable, want)
     )
