@@ -33,11 +33,11 @@ class Placement:
     tensor parallelism or all of them, and some of them not. Then one `all_to_all` over
     the axes of each parameter turns its shards into strips, so that every device has
     one of each block, and a second one brings the strips of a block to its owner;
-    directions go back the same way. Strips are every n-th row of blocks along the
-    first of these axes of a (merged) parameter that there is: one that is not divided,
-    or one whose shards, and blocks, are multiples of the number n of devices long.
-    Where there is none, as for short vectors, the parameter is gathered along one.
-    Updates lie as the parameters do.
+    directions go back the same way. A strip is every n-th row of a block, n being
+    the number of devices, along a dimension of the merged parameter that is not
+    divided, or else whose shards and blocks are multiples of n long. Where there is
+    none, as in short vectors, shards are gathered along one. Updates lie as the
+    parameters do.
 
     With a `mesh` the update is called as any other, on whole arrays, jitted or not.
     Without one `init` and `update` are called inside your own `jax.shard_map` over
@@ -79,9 +79,9 @@ class Placement:
       axes: the name or names of the axes to divide over; devices that differ along
         other axes hold copies. Default `None`: all axes of the mesh.
       dtype: the dtype in which directions travel, `"float32"`, `"bfloat16"` or
-        `"float16"` (then with a power of two for each block). With `specs` strips
-        travel so to and from owners; on their last way float16 is the gradients'
-        dtype. Default `None`: that of the gradients, which loses nothing.
+        `"float16"` (then with a power of two for each block). With `specs` they leave
+        their owners so, and reach the shards in bfloat16 or the gradients' dtype.
+        Default `None`: that of the gradients, which loses nothing.
       cost: what is divided evenly: `"memory"`, or the work on a block as the
         coefficients of a polynomial of its sides, the constant first. Default
         `"memory"`.
