@@ -212,7 +212,7 @@ def compile_update(tx: optax.GradientTransformation, params: optax.Params) -> Co
     """Compiles an update for parameters that are only known by their shapes."""
     state = so.abstract_state(tx, params)
     began = time.perf_counter()
-    compiled = jax.jit(tx.update).lower(params, state, params).compile()
+    compiled = jax.jit(tx.update).lower(params, state).compile()
     seconds = time.perf_counter() - began
     memory, text = compiled.memory_analysis(), compiled.as_text()
     return Compiled(

@@ -29,6 +29,16 @@ class Placement:
     Blocks are dealt so that all owners have equal shares, up to padding
     (:func:`describe` shows it).
 
+    Parameters may themselves be divided over the mesh, as `specs` says: by FSDP, HSDP,
+    tensor parallelism or all of them, and some of them not. Then one `all_to_all` over
+    the axes of each parameter turns its shards into strips, so that every device has
+    one of each block, and a second one brings the strips of a block to its owner;
+    directions go back the same way. A strip is every n-th row of a block, n being
+    the number of devices, along a dimension of the merged parameter that is not
+    divided, or else whose shards and blocks are multiples of n long. Where there is
+    none, as in short vectors, shards are gathered along one. Updates lie as the
+    parameters do.
+
     With a `mesh` the update is called as any other, on whole arrays, jitted or not.
     Without one `init` and `update` are called inside your own `jax.shard_map` over
     `axes`, with `check_vma=False`, on one device's arrays: gradients that are equal on
@@ -69,8 +79,9 @@ class Placement:
       axes: the name or names of the axes to divide over; devices that differ along
         other axes hold copies. Default `None`: all axes of the mesh.
       dtype: the dtype in which directions travel, `"float32"`, `"bfloat16"` or
-        `"float16"` (then with a power of two for each block). Default `None`: that of
-        the gradients, which loses nothing.
+        `"float16"` (then with a power of two for each block). With `specs` they leave
+        their owners so, and reach the shards in bfloat16 or the gradients' dtype.
+        Default `None`: that of the gradients, which loses nothing.
       cost: what is divided evenly: `"memory"`, or the work on a block as the
         coefficients of a polynomial of its sides, the constant first. Default
         `"memory"`.
@@ -123,6 +134,9 @@ class Placement:
 
       Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
       Parameter Models, 2020, https://arxiv.org/abs/1910.02054.
+
+      Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel,
+      2023, https://arxiv.org/abs/2304.11277.
     """
 
     mesh: Mesh | None = None
