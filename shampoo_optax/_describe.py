@@ -250,7 +250,7 @@ def _part(place: str, found: _Found, undivided: _Found) -> Part:
         state=f"{kind} at {place}" if place else kind,
         owners=plan.owners,
         stacks=_stacks(plan),
-        slots=_slots(found.layout),
+        slots=slots_of(found.layout),
         bytes=memory,
         flops=dict(
             statistics=statistics,
@@ -276,7 +276,8 @@ def _ratio(ideal: float, real: float) -> float:
 def _loads(found: _Found) -> dict[str, float]:
     """What efficiencies are about, of one device."""
     flops, memory = found.flops, _state_bytes(found)
-    matrices = [name for name, axes in found.state._asdict().items() if _nested(axes)]
+    parts = found.state._asdict().items()
+    matrices = [n for n, axes in parts if n != "metrics" and _nested(axes)]
     sent = _wire(found.layout)["all-gather"] / found.layout.plan.owners
     return {
         "work": flops.step + (flops.refresh + flops.decompositions) / PERIOD,
@@ -355,7 +356,8 @@ def _stacks(plan: Plan) -> dict[str, StackUse]:
     }
 
 
-def _slots(layout: Layout) -> dict[str, tuple[Slots, ...]]:
+def slots_of(layout: Layout) -> dict[str, tuple[Slots, ...]]:
+    """Where the blocks of each parameter are, in their order."""
     slots = {path: () for path in layout.paths}
     for region in layout.plan.regions:
         slots[layout.paths[region.leaf]] += tuple(

@@ -143,7 +143,7 @@ def take_norms(
     usable: dict[str, jax.Array],
     started: jax.Array,
     groups: dict[str, list[str]],
-) -> tuple[Stacks, dict[str, jax.Array]]:
+) -> tuple[Stacks, dict[str, jax.Array], dict[str, jax.Array]]:
     """The direction with the grafted norms; before the start, the grafted one.
 
     Args:
@@ -154,7 +154,8 @@ def take_norms(
       groups: `{bundle: stacks}`.
 
     Returns:
-      the direction, and which slots have one that is finite, `{stack: [n]}`.
+      the direction, which slots have one that is finite, `{stack: [n]}`, and the
+      norms of `magnitude` over those of `direction`, likewise; empty without grafting.
     """
     sizes = join(_per_block(norms if magnitude else _largest, direction), groups)
     ratios, moving = {}, join(usable, groups)
@@ -174,7 +175,8 @@ def take_norms(
             block = jnp.where(started, grafted, magnitude[name])
         return jnp.where(per_slot(moving[name], block), block, 0)
 
-    return {name: take(name, block) for name, block in direction.items()}, moving
+    taken = {name: take(name, block) for name, block in direction.items()}
+    return taken, moving, ratios
 
 
 def _per_block(function, stacks: Stacks) -> Stacks:
