@@ -17,6 +17,7 @@ from shampoo_optax._chain import fill_absent
 from shampoo_optax._config import Axes, Blocking, Storage
 from shampoo_optax._decay import DecayWeightsState, decay_weights
 from shampoo_optax._describe import Description, describe
+from shampoo_optax._diagnose import Diagnosis, diagnose
 from shampoo_optax._graft import GraftState, graft
 from shampoo_optax._groups import (
     BIAS,
@@ -48,6 +49,8 @@ from shampoo_optax._methods import (
     QRBasis,
 )
 from shampoo_optax._placement import Placement
+from shampoo_optax._plot_placement import plot_placement
+from shampoo_optax._plots import plot_health, plot_spectra
 from shampoo_optax._polar import NewtonSchulz, Svd
 from shampoo_optax._portable import (
     abstract_state,
@@ -87,6 +90,7 @@ __all__ = [
     "CoupledNewton",
     "DecayWeightsState",
     "Description",
+    "Diagnosis",
     "EMBEDDING",
     "Eigendecomposed",
     "Eigh",
@@ -123,6 +127,7 @@ __all__ = [
     "decay_weights",
     "describe",
     "describe_groups",
+    "diagnose",
     "eval_params",
     "fill_absent",
     "from_portable",
@@ -134,6 +139,9 @@ __all__ = [
     "llm_pretraining",
     "match_rms",
     "multi_steps",
+    "plot_health",
+    "plot_placement",
+    "plot_spectra",
     "primal_averaging",
     "replace_adamw",
     "replace_adamw_by_soap",

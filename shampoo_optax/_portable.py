@@ -228,7 +228,8 @@ def from_portable(
 
     The transform may have another :class:`Placement` than the one whose state was
     saved, or none. All else that shapes the state, such as `blocking`, must be the
-    same, but for `storage`. What only pads a state becomes 0, or the identity.
+    same, but for `storage` and `metrics`, which may be switched on or off: what is
+    missing starts at 0. What only pads a state becomes 0, or the identity.
 
     Args:
       tx: the transform that goes on.
@@ -271,12 +272,16 @@ def from_portable(
             return _cast(take(name, node.shape), node.dtype)
         state = _blank(node.state)
         for key, views, order in _entries(name, node.layout, state):
+            if key not in unused and key.startswith(f"{name}.metrics."):
+                continue
             shape = (sum(map(len, views)), *views[0].shape[1:])
             blocks = take(key, tuple(shape[axis] for axis in order))
             stops = np.cumsum([len(view) for view in views])[:-1]
             parts = np.split(blocks.transpose(np.argsort(order)), stops)
             for view, part in zip(views, parts, strict=True):
                 view[...] = _cast(part, view.dtype)
+        for key in [k for k in unused if k.startswith(f"{name}.metrics.")]:
+            del unused[key]
         count = _cast(take(f"{name}.count", ()), state.count.dtype)
         return _map_matrices(_as_stored, state._replace(count=count), node.state)
 
@@ -366,9 +371,8 @@ def _entries(name: str, layout: Layout, state: Any) -> Iterator[tuple]:
     for region in layout.plan.regions:
         start = ",".join(map(str, region.start))
         end = f"/{layout.paths[region.leaf]}/{start}"
-        for field in type(state)._fields:
-            stacks = getattr(state, field)
-            if field == "count" or region.pieces[0].stack not in stacks:
+        for field, stacks in _by_stack(state):
+            if region.pieces[0].stack not in stacks:
                 continue
             held = [(stacks[piece.stack], piece.slots) for piece in region.pieces]
             if not isinstance(held[0][0], dict):
@@ -380,6 +384,15 @@ def _entries(name: str, layout: Layout, state: Any) -> Iterator[tuple]:
                 views = [stack[axis][slots, *sides] for stack, slots in held]
                 key = f"{name}.{field}{end}/{region.axes[int(axis)]}"
                 yield key, views, tuple(dims)
+
+
+def _by_stack(state: Any) -> Iterator[tuple[str, dict]]:
+    """The fields that are kept by stack, and so each of the metrics."""
+    for field, stacks in state._asdict().items():
+        if field == "metrics":
+            yield from ((f"metrics.{name}", part) for name, part in stacks.items())
+        elif field != "count":
+            yield field, stacks
 
 
 def _block_views(held: list, region: Region) -> tuple[list[np.ndarray], tuple]:
