@@ -15,7 +15,7 @@ from shampoo_optax._blocking import unpadded_sides
 from shampoo_optax._checks import check_integer
 from shampoo_optax._exchange import wires
 from shampoo_optax._flops import Flops, count_flops
-from shampoo_optax._layouts import layouts_of
+from shampoo_optax._layouts import Slots, layouts_of, slots_of
 from shampoo_optax._shampoo import scale_by_shampoo
 from shampoo_optax._stacks import Inputs, Plan
 from shampoo_optax._storage import is_diagonal
@@ -41,14 +41,6 @@ class Bytes(NamedTuple):
 
     device: int
     total: int
-
-
-class Slots(NamedTuple):
-    """Neighbouring slots, counted over all devices: `state.skipped[stack][slots]`."""
-
-    stack: str
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -354,17 +346,6 @@ def _stacks(plan: Plan) -> dict[str, StackUse]:
         )
         for name, stack in plan.stacks.items()
     }
-
-
-def slots_of(layout: Layout) -> dict[str, tuple[Slots, ...]]:
-    """Where the blocks of each parameter are, in their order."""
-    slots = {path: () for path in layout.paths}
-    for region in layout.plan.regions:
-        slots[layout.paths[region.leaf]] += tuple(
-            Slots(piece.stack, piece.slot, piece.slot + piece.size)
-            for piece in region.pieces
-        )
-    return slots
 
 
 def _tables(part: Part) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """What a state says of a run's health, parameter by parameter."""
 
+import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,8 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from shampoo_optax._checks import check_integer, check_number
-from shampoo_optax._describe import Slots, slots_of
-from shampoo_optax._layouts import layouts_of
+from shampoo_optax._layouts import Slots, layouts_of, slots_of
 from shampoo_optax._tables import aligned
 from shampoo_optax._transform import Layout
 
@@ -227,35 +227,42 @@ def states_of(
     """The name, layout and state of each of our transforms in a state."""
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ValueError(f"`mesh` must be a jax.sharding.Mesh, got {mesh!r}.")
-    tree = layouts_of(tx, params, mesh or 0)
-    found = []
+    tree, found = layouts_of(tx, params, mesh or 0), []
 
     def visit(node: Any, held: Any) -> None:
         if isinstance(node, Layout):
+            _check(node, held)
             found.append((node, held))
 
+    names = name_layouts(all_layouts(tx, tree))
     try:
-        jax.tree.map(visit, tree, state, is_leaf=lambda x: isinstance(x, Layout))
-    except (ValueError, TypeError) as error:
+        jax.tree.map(visit, tree, state, is_leaf=_is_layout)
+    except TypeError as error:
         raise _other_state(state) from error
-    if not found:
+    return [(name, *pair) for name, pair in zip(names, found, strict=True)]
+
+
+def all_layouts(tx: optax.GradientTransformation, tree: Any) -> list[Layout]:
+    """The layouts in a tree, of which there must be some."""
+    layouts = list(filter(_is_layout, jax.tree.leaves(tree, is_leaf=_is_layout)))
+    if not layouts:
         raise ValueError(
             "`tx` must hold a transform that works on blocks, such as "
             f"scale_by_shampoo or scale_by_soap, at some depth, got {tx!r}."
         )
-    for layout, held in found:
-        _check(layout, held)
-    names = name_layouts([layout for layout, _ in found])
-    return [(name, *pair) for name, pair in zip(names, found, strict=True)]
+    return layouts
+
+
+def _is_layout(node: Any) -> bool:
+    return isinstance(node, Layout)
 
 
 def _check(layout: Layout, held: Any) -> None:
     """Refuses a state of another transform, or of other blocks."""
     wanted = layout.abstract()
-    same = type(held) is type(wanted) and jax.tree.structure(
-        held
-    ) == jax.tree.structure(wanted)
-    if not same or jax.tree.map(np.shape, held) != jax.tree.map(np.shape, wanted):
+    kinds = (jax.tree.structure(x) for x in (held, wanted))
+    shapes = (list(map(np.shape, jax.tree.leaves(x))) for x in (held, wanted))
+    if not (operator.eq(*kinds) and operator.eq(*shapes)):
         raise _other_state(held)
 
 
@@ -285,28 +292,26 @@ def _kind(layout: Layout) -> str:
 
 def _read(held: Any) -> _Found:
     """The small arrays of a state, on the host."""
-    metrics = getattr(held, "metrics", {})
-    metrics = dict(metrics) if isinstance(metrics, dict) else {}
-    conditions = metrics.pop("conditions", {})
     arrays = {name: _by_stack(getattr(held, name, {})) for name in _COUNTED}
-    arrays |= {name: _by_stack(stacks) for name, stacks in metrics.items()}
+    metrics = getattr(held, "metrics", {})
+    for name, stacks in metrics.items() if isinstance(metrics, dict) else ():
+        arrays[name] = _by_stack(stacks)
     for name in arrays.keys() & {"cosines", "grafting"}:  # of blocks that have moved
         arrays[name] = {
             stack: np.where(arrays["rms"][stack] > 0, values, np.nan)
             for stack, values in arrays[name].items()
         }
-    arrays["conditions"] = {
-        name: np.max([_on_host(x) for x in axes.values()], axis=0)
-        for name, axes in conditions.items()
-    }
     return _Found(int(_on_host(held.count)), arrays)
 
 
 def _by_stack(stacks: Any) -> dict[str, np.ndarray]:
-    """Of a tree without blocks there is one number in the place of each dict."""
+    """Of the axes of a stack the largest number; of a tree without blocks nothing."""
     if not isinstance(stacks, dict):
         return {}
-    return {name: _on_host(array) for name, array in stacks.items()}
+    return {
+        name: np.max([_on_host(x) for x in jax.tree.leaves(held)], axis=0)
+        for name, held in stacks.items()
+    }
 
 
 def _on_host(array: jax.Array) -> np.ndarray:
@@ -356,25 +361,24 @@ def _furthest(ratios: np.ndarray) -> np.ndarray:
 
 
 def _remarks(row: Health, newest: int, limits: _Limits) -> Iterator[str]:
-    def above(value: float | None, limit: float) -> bool:
-        return value is not None and value > limit
+    oldest = row.step - newest if limits.age is None else limits.age
+    never = newest > 0 and row.age == row.step
+    still = row.rms == 0
+    found = {
+        "ill-conditioned": _above(row.condition, limits.condition),
+        "large residual": _above(row.residual, limits.residual),
+        f"refused {row.failures}": _above(row.failures, 0),
+        f"skipped {row.skipped}": _above(row.skipped, 0),
+        "no refresh": never,
+        "stale": _above(row.age, oldest) and not never,
+        "still": still,
+        "not along the gradient": _above(limits.cosine, row.cosine) and not still,
+    }
+    return (remark for remark, holds in found.items() if holds)
 
-    if above(row.condition, limits.condition):
-        yield "ill-conditioned"
-    if above(row.residual, limits.residual):
-        yield "large residual"
-    if above(row.failures, 0):
-        yield f"refused {row.failures}"
-    if above(row.skipped, 0):
-        yield f"skipped {row.skipped}"
-    if newest and row.age == row.step:
-        yield "no refresh"
-    elif above(row.age, row.step - newest if limits.age is None else limits.age):
-        yield "stale"
-    if row.rms == 0:
-        yield "still"
-    elif row.cosine is not None and row.cosine < limits.cosine:
-        yield "not along the gradient"
+
+def _above(value: float | None, limit: float | None) -> bool:
+    return value is not None and limit is not None and value > limit
 
 
 def _table(name: str, rows: list[Health]) -> str:

@@ -1,7 +1,7 @@
-"""The layouts of our states, wherever they are in the state of a transform."""
+"""The layouts of our states, wherever they are, and where parameters are in them."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -9,6 +9,14 @@ from jax.sharding import Mesh
 
 from shampoo_optax._placement import only_layouts
 from shampoo_optax._transform import Layout
+
+
+class Slots(NamedTuple):
+    """Neighbouring slots, counted over all devices: `state.skipped[stack][slots]`."""
+
+    stack: str
+    start: int
+    stop: int
 
 
 def layouts_of(
@@ -53,3 +61,14 @@ def layouts_of(
         shapes = jax.eval_shape(init, arrays)
     ours, kind = found[-1]
     return kind.unflatten([ours.get(n, leaf) for n, leaf in enumerate(shapes)])
+
+
+def slots_of(layout: Layout) -> dict[str, tuple[Slots, ...]]:
+    """Where the blocks of each parameter are, in their order."""
+    slots = {path: () for path in layout.paths}
+    for region in layout.plan.regions:
+        slots[layout.paths[region.leaf]] += tuple(
+            Slots(piece.stack, piece.slot, piece.slot + piece.size)
+            for piece in region.pieces
+        )
+    return slots

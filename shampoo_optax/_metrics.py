@@ -6,31 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shampoo_optax._config import Options
-from shampoo_optax._factors import factored_axes, stored_axes
-from shampoo_optax._grafting import norms
-from shampoo_optax._stacks import AxisStacks, Stack, Stacks, blocks_of, per_slot
+from shampoo_optax._stacks import AxisStacks, Stacks, norms, per_slot
 
 # {metric: {stack: [n]}}, and for "conditions" {stack: {axis: [n]}}; empty where there
 # are none.
 Metrics = dict[str, dict[str, Any]]
-
-
-def first_metrics(stacks: dict[str, Stack], options: Options) -> Metrics:
-    """The metrics before the first step, all 0."""
-    if not options.metrics:
-        return {}
-
-    def zero(stack: Stack, side: int | None = None) -> jax.Array:
-        return jnp.zeros(stack.size, jnp.float32)
-
-    names = ["rms", "cosines"] + ["grafting"] * (options.graft is not None)
-    axes = factored_axes(blocks_of(stacks), options)
-    return dict(
-        conditions=stored_axes(stacks, options, zero, zero),
-        refreshed={name: jnp.zeros(stacks[name].size, jnp.int32) for name in axes},
-        **{metric: {n: zero(stack) for n, stack in stacks.items()} for metric in names},
-    )
 
 
 def refresh_metrics(

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from shampoo_optax._checks import check_integer
-from shampoo_optax._diagnose import name_layouts, simple_paths
+from shampoo_optax._diagnose import all_layouts, name_layouts, simple_paths
 from shampoo_optax._layouts import layouts_of
 from shampoo_optax._plotting import OTHERS, add_legend, colors, new_figure
 from shampoo_optax._stacks import Region
@@ -23,6 +23,10 @@ class _Shares(NamedTuple):
 
     total: int  # of each device
     own: dict[str, np.ndarray]  # {path: [devices]}, without padding
+
+    @property
+    def sizes(self) -> Counter:
+        return Counter({path: int(held.sum()) for path, held in self.own.items()})
 
 
 def plot_placement(
@@ -59,32 +63,25 @@ def plot_placement(
     """
     if devices is not None:
         check_integer("devices", devices)
-    tree = layouts_of(tx, params, devices or 0)
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Layout))
-    layouts = [x for x in leaves if isinstance(x, Layout) and x.plan.stacks]
-    if not layouts:
-        raise ValueError(
-            "`tx` must hold a transform that works on blocks, such as "
-            f"scale_by_shampoo or scale_by_soap, at some depth, got {tx!r}."
-        )
-    names, shares = simple_paths(params), list(map(_shares, layouts))
-    sizes = Counter()
-    for share in shares:
-        sizes.update({names.get(p, p): held.sum() for p, held in share.own.items()})
+    layouts = all_layouts(tx, layouts_of(tx, params, devices or 0))
+    names = simple_paths(params)
+    shares = [_shares(layout, names) for layout in layouts]
+    sizes = sum((share.sizes for share in shares), Counter())
     chosen = colors(path for path, _ in sizes.most_common())
     height = sum(1.2 + 0.25 * layout.plan.owners for layout in layouts) + 0.8
     figure, grid = new_figure(len(layouts), 1, 8, min(height, 20))
     handles = {}
     for name, share, [axes] in zip(name_layouts(layouts), shares, grid, strict=True):
-        handles |= _draw(axes, name, share, names, chosen)
+        handles |= _draw(axes, name, share, chosen)
     shown = sorted(handles, key=lambda name: (name == "padding", name == "others"))
     add_legend(figure, {name: handles[name] for name in shown})
     return figure
 
 
-def _shares(layout: Layout) -> _Shares:
+def _shares(layout: Layout, names: dict[str, str]) -> _Shares:
     plan, state = layout.plan, layout.abstract()
-    own = {path: np.zeros(plan.owners) for path in layout.paths}
+    paths = [names.get(path, path) for path in layout.paths]
+    own = {path: np.zeros(plan.owners) for path in paths}
     for region in plan.regions:
         for piece in region.pieces:
             stack = plan.stacks[piece.stack]
@@ -92,7 +89,7 @@ def _shares(layout: Layout) -> _Shares:
             slots = np.arange(piece.slots.start, piece.slots.stop) // share
             held = sum(_own_bytes(x, region, a) for a, x in _of(state, piece.stack))
             count = np.bincount(slots, minlength=plan.owners)
-            own[layout.paths[region.leaf]] += count * held
+            own[paths[region.leaf]] += count * held
     total = sum(
         leaf.size * leaf.dtype.itemsize // plan.owners
         for leaf in jax.tree.leaves(state._replace(count=()))
@@ -104,9 +101,11 @@ def _of(state: Any, stack: str) -> list[tuple[str | None, jax.ShapeDtypeStruct]]
     """What a state has for a stack, and for which axis of its blocks."""
     metrics = getattr(state, "metrics", {})
     parts = [*state._replace(count={}), *metrics.values()]
-    held = [part[stack] for part in parts if stack in part]
-    whole = [(None, part) for part in held if not isinstance(part, dict)]
-    return whole + [x for part in held if isinstance(part, dict) for x in part.items()]
+    found = []
+    for part in parts:
+        held = part.get(stack, {})
+        found += held.items() if isinstance(held, dict) else [(None, held)]
+    return found
 
 
 def _own_bytes(leaf: jax.ShapeDtypeStruct, region: Region, axis: str | None) -> float:
@@ -120,14 +119,13 @@ def _own_bytes(leaf: jax.ShapeDtypeStruct, region: Region, axis: str | None) -> 
 
 
 def _draw(
-    axes: Any, name: str, shares: _Shares, names: dict[str, str], chosen: dict[str, str]
+    axes: Any, name: str, shares: _Shares, chosen: dict[str, str]
 ) -> dict[str, Any]:
     """One bar for each device; returns the handles of what is in them, by name."""
     unit, size = _unit(shares.total)
     devices = np.arange(len(next(iter(shares.own.values()))))
     left, handles = np.zeros(len(devices)), {}
     for path, own in shares.own.items():
-        path = names.get(path, path)
         color = chosen[path]
         bars = axes.barh(devices, own / size, left=left, color=color, edgecolor="white")
         handles["others" if color == OTHERS else path] = bars

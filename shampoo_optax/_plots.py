@@ -207,20 +207,22 @@ def plot_health(history: Diagnosis | Sequence[Diagnosis]) -> Any:
       >>> [axes.get_xlabel() for axes in figure.axes][-2:]
       ['RMS of the direction (1)', 'cosine to gradient (1)']
     """
-    history = [history] if isinstance(history, Diagnosis) else history
-    if (
-        not isinstance(history, Sequence)
-        or not history
-        or not all(isinstance(item, Diagnosis) and item.rows for item in history)
-    ):
-        raise ValueError(
-            "`history` must be a Diagnosis of some parameters, or a sequence of them, "
-            f"got {history!r:.200}."
-        )
+    history = _checked(history)
     last = sorted(history[-1].rows, key=lambda row: -len(row.remarks))
     if len(history) == 1:
         return _draw_rows(last[:_MOST], len(last))
     return _draw_curves(history, [_name(row) for row in last])
+
+
+def _checked(history: Any) -> Sequence[Diagnosis]:
+    items = [history] if isinstance(history, Diagnosis) else history
+    known = isinstance(items, Sequence) and len(items) > 0
+    if not (known and all(isinstance(x, Diagnosis) and x.rows for x in items)):
+        raise ValueError(
+            "`history` must be a Diagnosis of some parameters, or a sequence of them, "
+            f"got {history!r:.200}."
+        )
+    return items
 
 
 def _name(row: Health) -> str:
@@ -253,27 +255,37 @@ def _draw_rows(rows: list[Health], total: int) -> Any:
 
 
 def _draw_curves(history: Sequence[Diagnosis], names: list[str]) -> Any:
-    measures = _known([row for item in history for row in item.rows])
+    curves = {name: [] for name in names}
+    for row in (row for item in history for row in item.rows):
+        curves.setdefault(_name(row), []).append(row)
+    measures = _known([row for rows in curves.values() for row in rows])
     columns = 2 if len(measures) <= 4 else 4
     lines = math.ceil(len(measures) / columns)
     figure, grid = new_figure(lines, columns, 3.2 * columns, 1 + 2.6 * lines)
-    chosen, handles = colors(names), {}
-    for axes, measure in zip(grid.flat, measures, strict=False):
-        drawn = []
-        for name in reversed(names):
-            rows = [r for item in history for r in item.rows if _name(r) == name]
-            values, color = _values(rows, measure), chosen[name]
-            steps = [row.step for row in rows]
-            (curve,) = axes.plot(steps, values, ".-", color=color)
-            handles["others" if color == OTHERS else name] = curve
-            drawn.append(values)
-        _scale(axes, "y", measure, np.concatenate(drawn))
-        axes.set(xlabel="step", ylabel=_LABELS[measure])
     for axes in grid.flat[len(measures) :]:
         axes.set_visible(False)
-    shown = [name for name in [*names, "others"] if name in handles]
-    add_legend(figure, {name: handles[name] for name in shown})
+    chosen, handles = colors(curves), {}
+    for axes, measure in zip(grid.flat, measures, strict=False):
+        drawn = _draw_measure(axes, measure, curves, chosen)
+        for name, curve in drawn.items():
+            handles["others" if chosen[name] == OTHERS else name] = curve
+    add_legend(figure, handles)
     return figure
+
+
+def _draw_measure(
+    axes: Any, measure: str, curves: dict[str, list[Health]], chosen: dict[str, str]
+) -> dict[str, Any]:
+    """A curve for each parameter, the first ones on top; returns their handles."""
+    handles, seen = {}, []
+    for place, (name, rows) in enumerate(curves.items()):
+        values, steps = _values(rows, measure), [row.step for row in rows]
+        style = dict(color=chosen[name], zorder=3 - place / len(curves))
+        (handles[name],) = axes.plot(steps, values, ".-", **style)
+        seen.append(values)
+    _scale(axes, "y", measure, np.concatenate(seen))
+    axes.set(xlabel="step", ylabel=_LABELS[measure])
+    return handles
 
 
 def _values(rows: Sequence[Health], measure: str) -> np.ndarray:

@@ -271,17 +271,15 @@ def from_portable(
         if not _is_ours(node):
             return _cast(take(name, node.shape), node.dtype)
         state = _blank(node.state)
-        for key, views, order in _entries(name, node.layout, state):
-            if key not in unused and key.startswith(f"{name}.metrics."):
-                continue
+        entries = list(_entries(name, node.layout, state))
+        _settle_metrics(unused, f"{name}.metrics.", entries)
+        for key, views, order in entries:
             shape = (sum(map(len, views)), *views[0].shape[1:])
             blocks = take(key, tuple(shape[axis] for axis in order))
             stops = np.cumsum([len(view) for view in views])[:-1]
             parts = np.split(blocks.transpose(np.argsort(order)), stops)
             for view, part in zip(views, parts, strict=True):
                 view[...] = _cast(part, view.dtype)
-        for key in [k for k in unused if k.startswith(f"{name}.metrics.")]:
-            del unused[key]
         count = _cast(take(f"{name}.count", ()), state.count.dtype)
         return _map_matrices(_as_stored, state._replace(count=count), node.state)
 
@@ -295,6 +293,18 @@ def from_portable(
     if mesh is None:
         return jax.tree.map(jnp.asarray, state)
     return jax.tree.map(_placed, state, _shardings(tree, params, mesh))
+
+
+def _settle_metrics(
+    portable: dict[str, np.ndarray], start: str, entries: list[tuple]
+) -> None:
+    """Drops the metrics that a state does not have, and adds what it lacks as 0."""
+    wanted = {key: views for key, views, _ in entries if key.startswith(start)}
+    found = {key for key in portable if key.startswith(start)}
+    for key in found - wanted.keys():
+        del portable[key]
+    for key in wanted.keys() - found:
+        portable[key] = np.concatenate(wanted[key])
 
 
 def _check_structure(state: Any, tree: Any) -> None:

@@ -15,6 +15,7 @@ from shampoo_optax._factors import (
     Whiten,
     asked_dtype,
     factored_axes,
+    stored_axes,
     update_factors,
     usable_slots,
     zero_factors,
@@ -28,7 +29,7 @@ from shampoo_optax._grafting import (
     update_moments,
     zero_blocks,
 )
-from shampoo_optax._metrics import first_metrics, refresh_metrics, step_metrics
+from shampoo_optax._metrics import Metrics, refresh_metrics, step_metrics
 from shampoo_optax._refresh import Derived, Report
 from shampoo_optax._stacks import (
     AxisStacks,
@@ -82,10 +83,27 @@ def factored_fields(stacks: dict[str, Stack], options: Options) -> dict[str, Any
     return dict(
         factors=zero_factors(stacks, options),
         failures=_counters(stacks, axes),
-        metrics=first_metrics(stacks, options),
+        metrics=_first_metrics(stacks, options),
         residuals={n: jnp.zeros(stacks[n].size, jnp.float32) for n in axes},
         iterations=_counters(stacks, axes),
         **plain_fields(stacks, options),
+    )
+
+
+def _first_metrics(stacks: dict[str, Stack], options: Options) -> Metrics:
+    """The metrics before the first step, all 0."""
+    if not options.metrics:
+        return {}
+
+    def zero(stack: Stack, side: int | None = None) -> jax.Array:
+        return jnp.zeros(stack.size, jnp.float32)
+
+    names = ["rms", "cosines"] + ["grafting"] * (options.graft is not None)
+    axes = factored_axes(blocks_of(stacks), options)
+    return dict(
+        conditions=stored_axes(stacks, options, zero, zero),
+        refreshed={name: jnp.zeros(stacks[name].size, jnp.int32) for name in axes},
+        **{metric: {n: zero(stack) for n, stack in stacks.items()} for metric in names},
     )
 
 
