@@ -237,7 +237,7 @@ def states_of(
     names = name_layouts(all_layouts(tx, tree))
     try:
         jax.tree.map(visit, tree, state, is_leaf=_is_layout)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise _other_state(state) from error
     return [(name, *pair) for name, pair in zip(names, found, strict=True)]
 

@@ -152,7 +152,8 @@ def _batch(
 def _is_finite(derived: dict[str, jax.Array]) -> jax.Array:
     finite = (
         jnp.all(jnp.isfinite(values), axis=tuple(range(1, values.ndim)))
-        for values in derived.values()
+        for field, values in derived.items()
+        if field != "conditions"
     )
     return functools.reduce(jnp.logical_and, finite)
 
