@@ -17,6 +17,7 @@ from shampoo_optax._chain import fill_absent
 from shampoo_optax._config import Axes, Blocking, Storage
 from shampoo_optax._decay import DecayWeightsState, decay_weights
 from shampoo_optax._describe import Description, describe
+from shampoo_optax._diagnose import Diagnosis, diagnose
 from shampoo_optax._graft import GraftState, graft
 from shampoo_optax._groups import (
     BIAS,
@@ -48,13 +49,10 @@ from shampoo_optax._methods import (
     QRBasis,
 )
 from shampoo_optax._placement import Placement
+from shampoo_optax._plot_placement import plot_placement
+from shampoo_optax._plots import plot_health, plot_spectra
 from shampoo_optax._polar import NewtonSchulz, Svd
-from shampoo_optax._portable import (
-    abstract_state,
-    from_portable,
-    state_shardings,
-    to_portable,
-)
+from shampoo_optax._portable import from_portable, to_portable
 from shampoo_optax._presets import (
     algoperf_winner,
     llm_pretraining,
@@ -70,6 +68,7 @@ from shampoo_optax._row_wise import (
 )
 from shampoo_optax._schedules import WarmupCosine
 from shampoo_optax._shampoo import ScaleByShampooState, scale_by_shampoo
+from shampoo_optax._shardings import abstract_state, state_shardings
 from shampoo_optax._sign import ScaleBySignDescentState, scale_by_sign_descent
 from shampoo_optax._soap import ScaleBySoapState, scale_by_soap
 from shampoo_optax._specs import specs_of
@@ -88,6 +87,7 @@ __all__ = [
     "CoupledNewton",
     "DecayWeightsState",
     "Description",
+    "Diagnosis",
     "EMBEDDING",
     "Eigendecomposed",
     "Eigh",
@@ -124,6 +124,7 @@ __all__ = [
     "decay_weights",
     "describe",
     "describe_groups",
+    "diagnose",
     "eval_params",
     "fill_absent",
     "from_portable",
@@ -135,6 +136,9 @@ __all__ = [
     "llm_pretraining",
     "match_rms",
     "multi_steps",
+    "plot_health",
+    "plot_placement",
+    "plot_spectra",
     "primal_averaging",
     "replace_adamw",
     "replace_adamw_by_soap",

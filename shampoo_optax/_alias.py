@@ -43,6 +43,7 @@ def shampoo(
     axes: Axes = Axes(),
     storage: Storage = Storage(),
     blocking: Blocking = Blocking(),
+    metrics: bool = False,
     placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Distributed Shampoo with grafting, decay, momentum and a step size.
@@ -113,6 +114,8 @@ def shampoo(
         Default `Storage()`: float32 or wider.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
         `Blocking()`.
+      metrics: whether the state has metrics of every block, for :func:`diagnose`.
+        Default `False`.
       placement: the devices that statistics, roots and work are divided over, a
         :class:`Placement`. Default `None`: all stay on one device.
 
@@ -165,6 +168,7 @@ def shampoo(
         axes=axes,
         storage=storage,
         blocking=blocking,
+        metrics=metrics,
         placement=placement,
     )
     return descend(
@@ -207,6 +211,7 @@ def soap(
     axes: Axes = Axes(),
     storage: Storage = Storage(),
     blocking: Blocking = Blocking(),
+    metrics: bool = False,
     placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""SOAP with decay and a step size.
@@ -257,6 +262,8 @@ def soap(
         packed. Default `Storage()`: float32 or wider.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
         `Blocking()`.
+      metrics: whether the state has metrics of every block, for :func:`diagnose`.
+        Default `False`.
       placement: the devices that statistics, roots and work are divided over, a
         :class:`Placement`. Default `None`: all stay on one device.
 
@@ -306,6 +313,7 @@ def soap(
         axes=axes,
         storage=storage,
         blocking=blocking,
+        metrics=metrics,
         placement=placement,
     )
     return descend(

@@ -13,7 +13,7 @@ from shampoo_optax._factors import apply_axes, statistics_weight
 from shampoo_optax._grafting import accumulate
 from shampoo_optax._methods import Basis
 from shampoo_optax._newton import add_to_diagonal
-from shampoo_optax._powers import rescaled, unpadded_ridge
+from shampoo_optax._powers import condition_numbers, rescaled, unpadded_ridge
 from shampoo_optax._refresh import Batch, Derived, Fresh, Report, refresh
 from shampoo_optax._stacks import AxisStacks, Stacks, cast_like, per_slot
 
@@ -61,6 +61,8 @@ def refresh_bases(
         )
         bases, values = align(old, bases, values, least)
         found = {"bases": bases, "eigenvalues": values}
+        if "conditions" in batch.derived:
+            found["conditions"] = condition_numbers(values, ridge)
         return Fresh({field: found[field] for field in batch.derived}, *about)
 
     return refresh(factors, derived, report, usable, sides, compute, basis.max_residual)

@@ -158,6 +158,7 @@ class Options:
     storage: Storage = Storage()
     batch_size: ArrayLike = 1.0
     root_momentum: ArrayLike = 0.0
+    metrics: bool = False
 
     def __post_init__(self):
         self._check_records()
@@ -189,7 +190,8 @@ class Options:
                 raise ValueError(
                     f"`{name}` must be a {kind.__name__}, got {getattr(self, name)!r}."
                 )
-        for name in ("bias_correction", "drop_weighting", "graft_drop_weighting"):
+        switches = ("bias_correction", "drop_weighting", "graft_drop_weighting")
+        for name in (*switches, "metrics"):
             check_choice(name, getattr(self, name), (True, False))
 
     def _check_betas(self):

@@ -16,7 +16,7 @@ from shampoo_optax._checks import check_integer
 from shampoo_optax._exchange import wires
 from shampoo_optax._flops import Flops, count_flops
 from shampoo_optax._layouts import layouts_of
-from shampoo_optax._places import cut_apart, places_of
+from shampoo_optax._places import Slots, cut_apart, slots_of
 from shampoo_optax._routes import routes_of
 from shampoo_optax._shampoo import scale_by_shampoo
 from shampoo_optax._stacks import Inputs, Plan
@@ -44,17 +44,6 @@ class Bytes(NamedTuple):
 
     device: int
     total: int
-
-
-class Slots(NamedTuple):
-    """Neighbouring slots, counted over all devices: `state.skipped[stack][slots]`.
-
-    In local mode those of the first device that has the blocks.
-    """
-
-    stack: str
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -260,7 +249,7 @@ def _part(place: str, found: _Found, undivided: _Found) -> Part:
         state=f"{kind} at {place}" if place else kind,
         owners=plan.owners,
         stacks=_stacks(found.layout),
-        slots=_slots(found.layout),
+        slots=slots_of(found.layout),
         bytes=memory,
         flops=dict(
             statistics=statistics,
@@ -287,7 +276,8 @@ def _ratio(ideal: float, real: float) -> float:
 def _loads(found: _Found) -> dict[str, float]:
     """What efficiencies are about, of one device."""
     flops, memory = found.flops, _state_bytes(found)
-    matrices = [name for name, axes in found.state._asdict().items() if _nested(axes)]
+    parts = found.state._asdict().items()
+    matrices = [n for n, axes in parts if n != "metrics" and _nested(axes)]
     _, sent = _wire(found.layout)
     return {
         "work": flops.step + (flops.refresh + flops.decompositions) / PERIOD,
@@ -371,16 +361,6 @@ def _stacks(layout: Layout) -> dict[str, StackUse]:
         )
         for name, stack in plan.stacks.items()
     }
-
-
-def _slots(layout: Layout) -> dict[str, tuple[Slots, ...]]:
-    slots = {path: () for path in layout.paths}
-    for place in places_of(layout):
-        path = layout.paths[place.region.leaf]
-        for stack, (first, *_) in place.slots:
-            for run in np.split(first, np.flatnonzero(np.diff(first) != 1) + 1):
-                slots[path] += (Slots(stack, int(run[0]), int(run[-1]) + 1),)
-    return slots
 
 
 def _tables(part: Part) -> Iterator[str]:

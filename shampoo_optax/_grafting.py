@@ -6,7 +6,16 @@ from jax.typing import ArrayLike, DTypeLike
 
 from shampoo_optax._checks import is_static
 from shampoo_optax._config import Options
-from shampoo_optax._stacks import Stack, Stacks, join, per_slot, split
+from shampoo_optax._stacks import (
+    Stack,
+    Stacks,
+    join,
+    largest_entries,
+    norms,
+    per_slot,
+    plain_norms,
+    split,
+)
 
 
 def keeps_filtered(options: Options) -> bool:
@@ -143,7 +152,7 @@ def take_norms(
     usable: dict[str, jax.Array],
     started: jax.Array,
     groups: dict[str, list[str]],
-) -> tuple[Stacks, dict[str, jax.Array]]:
+) -> tuple[Stacks, dict[str, jax.Array], dict[str, jax.Array]]:
     """The direction with the grafted norms; before the start, the grafted one.
 
     Args:
@@ -154,12 +163,13 @@ def take_norms(
       groups: `{bundle: stacks}`.
 
     Returns:
-      the direction, and which slots have one that is finite, `{stack: [n]}`.
+      the direction, which slots have one that is finite, `{stack: [n]}`, and the
+      norms of `magnitude` over those of `direction`, likewise; empty without grafting.
     """
-    sizes = join(_per_block(norms if magnitude else _largest, direction), groups)
+    sizes = join(_per_block(norms if magnitude else largest_entries, direction), groups)
     ratios, moving = {}, join(usable, groups)
     if magnitude:
-        wanted = join(_per_block(_plain_norms, magnitude), groups)
+        wanted = join(_per_block(plain_norms, magnitude), groups)
         ratios = {key: wanted[key] / (size + 1e-16) for key, size in sizes.items()}
         sizes = {
             key: wanted[key] + jnp.where(started, size, 0)
@@ -174,26 +184,9 @@ def take_norms(
             block = jnp.where(started, grafted, magnitude[name])
         return jnp.where(per_slot(moving[name], block), block, 0)
 
-    return {name: take(name, block) for name, block in direction.items()}, moving
+    taken = {name: take(name, block) for name, block in direction.items()}
+    return taken, moving, ratios
 
 
 def _per_block(function, stacks: Stacks) -> Stacks:
     return {name: function(block) for name, block in stacks.items()}
-
-
-def _largest(blocks: jax.Array) -> jax.Array:
-    """The largest absolute entry of each block, `[n]`."""
-    return jnp.max(jnp.abs(blocks), axis=tuple(range(1, blocks.ndim)), initial=0)
-
-
-def _plain_norms(blocks: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.sum(jnp.square(blocks), axis=tuple(range(1, blocks.ndim))))
-
-
-def norms(blocks: jax.Array) -> jax.Array:
-    """The norm of each block, `[n]`, also where its square is out of range."""
-    # Larger ones have reciprocals below the normal range, which count as 0.
-    limit = float(jnp.finfo(blocks.dtype).max) / 2**28
-    largest = _largest(blocks)
-    scale = jnp.where(largest > 0, jnp.minimum(largest, limit), 1)
-    return scale * _plain_norms(blocks / per_slot(scale, blocks))

@@ -14,9 +14,16 @@ from shampoo_optax._checks import Graft, check_choice, check_number, is_static
 from shampoo_optax._config import Blocking, Options, Storage
 from shampoo_optax._division import memory
 from shampoo_optax._factors import apply_along, gram, squares_along
-from shampoo_optax._grafting import norms
 from shampoo_optax._placement import Placement
-from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, contract, per_slot
+from shampoo_optax._stacks import (
+    AxisStacks,
+    Inputs,
+    Stack,
+    Stacks,
+    contract,
+    norms,
+    per_slot,
+)
 from shampoo_optax._step import Step, begin, count_slots, finish, plain_fields
 from shampoo_optax._storage import identities, is_diagonal
 from shampoo_optax._transform import Method, block_transform

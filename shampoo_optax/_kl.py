@@ -32,6 +32,7 @@ def scale_by_kl_shampoo(
     axes: Axes = Axes(),
     storage: Storage = Storage(),
     blocking: Blocking = Blocking(),
+    metrics: bool = False,
     placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Preconditions gradients by the Kronecker factors of KL-Shampoo.
@@ -104,6 +105,8 @@ def scale_by_kl_shampoo(
         float32 or wider.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
         `Blocking()`.
+      metrics: whether the state has metrics of every block, for :func:`diagnose`.
+        Default `False`.
       placement: the devices that statistics, roots and work are divided over, a
         :class:`Placement`. Default `None`: all stay on one device.
 
@@ -161,6 +164,7 @@ def scale_by_kl_shampoo(
         axes=axes,
         storage=storage,
         blocking=blocking,
+        metrics=metrics,
     )
     return shampoo_transform(options, placement, whitened=True)
 
@@ -196,6 +200,7 @@ def kl_shampoo(
     axes: Axes = Axes(),
     storage: Storage = Storage(),
     blocking: Blocking = Blocking(),
+    metrics: bool = False,
     placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""KL-Shampoo with grafting, decay, momentum and a step size.
@@ -267,6 +272,8 @@ def kl_shampoo(
         Default `Storage()`: float32 or wider.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
         `Blocking()`.
+      metrics: whether the state has metrics of every block, for :func:`diagnose`.
+        Default `False`.
       placement: the devices that statistics, roots and work are divided over, a
         :class:`Placement`. Default `None`: all stay on one device.
 
@@ -321,6 +328,7 @@ def kl_shampoo(
         axes=axes,
         storage=storage,
         blocking=blocking,
+        metrics=metrics,
         placement=placement,
     )
     return descend(

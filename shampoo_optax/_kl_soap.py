@@ -48,6 +48,7 @@ def scale_by_kl_soap(
     axes: Axes = Axes(),
     storage: Storage = Storage(),
     blocking: Blocking = Blocking(),
+    metrics: bool = False,
     placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Runs Adam's second moment in the eigenbasis of KL-Shampoo's factors (KL-SOAP).
@@ -112,6 +113,8 @@ def scale_by_kl_soap(
         packed. Default `Storage()`: float32 or wider.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
         `Blocking()`.
+      metrics: whether the state has metrics of every block, for :func:`diagnose`.
+        Default `False`.
       placement: the devices that statistics, bases and work are divided over, a
         :class:`Placement`. Default `None`: all stay on one device.
 
@@ -169,6 +172,7 @@ def scale_by_kl_soap(
         axes=axes,
         storage=storage,
         blocking=blocking,
+        metrics=metrics,
     )
 
     rules = Rules(basis, form, exponents or {}, whitened=True)
@@ -207,6 +211,7 @@ def kl_soap(
     axes: Axes = Axes(),
     storage: Storage = Storage(),
     blocking: Blocking = Blocking(),
+    metrics: bool = False,
     placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""KL-SOAP with decay, momentum and a step size.
@@ -274,6 +279,8 @@ def kl_soap(
         Default `Storage()`: float32 or wider.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
         `Blocking()`.
+      metrics: whether the state has metrics of every block, for :func:`diagnose`.
+        Default `False`.
       placement: the devices that statistics, roots and work are divided over, a
         :class:`Placement`. Default `None`: all stay on one device.
 
@@ -329,6 +336,7 @@ def kl_soap(
         axes=axes,
         storage=storage,
         blocking=blocking,
+        metrics=metrics,
         placement=placement,
     )
     return descend(

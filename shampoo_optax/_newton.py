@@ -97,7 +97,7 @@ def _coupled_roots(
 def _from_previous(matrices: jax.Array, previous: jax.Array) -> State:
     """The state from previous inverses, so scaled that the iteration converges."""
     products = _product(matrices, previous)
-    scale = _largest_eigenvalue(products, None, 10)[:, None, None]
+    scale = largest_eigenvalue(products, None, 10)[:, None, None]
     return previous / scale, products / scale
 
 
@@ -130,7 +130,7 @@ def _halved_roots(
         # Without rounding an error below 1/2 goes to less than its square.
         return (fresh > errors / 2) & (errors < 1 / 2)
 
-    scale = _largest_eigenvalue(matrices, padding, root.power_iterations)
+    scale = largest_eigenvalue(matrices, padding, root.power_iterations)
     scale = scale[:, None, None]
     square, turns = matrices / scale, jnp.zeros(len(matrices), jnp.int32)
     for _ in range(max(1, power.bit_length() - 1)):
@@ -142,7 +142,7 @@ def _halved_roots(
     return scale ** (-1 / power) * inverse, turns
 
 
-def _largest_eigenvalue(
+def largest_eigenvalue(
     matrices: jax.Array, padding: jax.Array | None, turns: int
 ) -> jax.Array:
     """An estimate from below by power iterations from fixed vectors, `[n]`."""

@@ -14,6 +14,17 @@ from shampoo_optax._transform import Layout
 Key = tuple  # what a block has of its parameter: first and last entry, and its shape
 
 
+class Slots(NamedTuple):
+    """Neighbouring slots, counted over all devices: `state.skipped[stack][slots]`.
+
+    In local mode those of the first device that has the blocks.
+    """
+
+    stack: str
+    start: int
+    stop: int
+
+
 class Place(NamedTuple):
     """Where the equal blocks of a region lie."""
 
@@ -44,6 +55,17 @@ def places_of(layout: Layout) -> Iterator[Place]:
         for region in plan.regions:
             if (region.leaf in different) == chosen:
                 yield _local_place(plan, region, held[region.leaf])
+
+
+def slots_of(layout: Layout) -> dict[str, tuple[Slots, ...]]:
+    """Where the blocks of each parameter are, in their order."""
+    slots = {path: () for path in layout.paths}
+    for place in places_of(layout):
+        path = layout.paths[place.region.leaf]
+        for stack, (first, *_) in place.slots:
+            for run in np.split(first, np.flatnonzero(np.diff(first) != 1) + 1):
+                slots[path] += (Slots(stack, int(run[0]), int(run[-1]) + 1),)
+    return slots
 
 
 def cut_apart(layout: Layout) -> tuple[str, ...]:

@@ -12,8 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from shampoo_optax._checks import check_choice, check_integer, check_number
-from shampoo_optax._grafting import norms
-from shampoo_optax._stacks import contract, per_slot
+from shampoo_optax._stacks import contract, norms, per_slot
 
 Scale = Callable[[jax.Array, jax.Array], ArrayLike]  # of the rows and the columns
 Polynomial = tuple[float, ...]

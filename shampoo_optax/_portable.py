@@ -1,9 +1,8 @@
-"""States that outlive a job: where they are placed, and a form that fits any mesh."""
+"""States that outlive a job: a form that fits any mesh."""
 
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -12,158 +11,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shampoo_optax._layouts import layouts_of
 from shampoo_optax._places import places_of
+from shampoo_optax._shardings import abstract, find_ours, is_ours, mesh_of, shardings_of
 from shampoo_optax._stacks import Region
 from shampoo_optax._storage import is_packed, pack, side_of, unpack
 from shampoo_optax._transform import Layout
-
-
-def abstract_state(
-    tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | None = None
-) -> optax.OptState:
-    """The shapes, dtypes and shardings of a state, without any memory for it.
-
-    What Orbax and other libraries want as the target of a restore.
-
-    Args:
-      tx: a transform with ours anywhere inside.
-      params: the parameters, or `jax.ShapeDtypeStruct`s with their shardings.
-      mesh: as in :func:`state_shardings`. Default `None`.
-
-    Returns:
-      A tree like the state, of `jax.ShapeDtypeStruct`s; they have shardings where
-      a mesh is known.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> import shampoo_optax as so
-      >>> state = so.abstract_state(so.scale_by_shampoo(), {"w": jnp.ones((3, 2))})
-      >>> state.factors["3x2"]["0"].shape
-      (1, 3, 3)
-    """
-    tree = _find_ours(tx, params, mesh)
-    state, mesh = _abstract(tree), _mesh_of(tree, mesh)
-    if mesh is None:
-        return state
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=sharding
-        ),
-        state,
-        _shardings(tree, params, mesh),
-    )
-
-
-def state_shardings(
-    tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | None = None
-) -> optax.OptState:
-    """Where every array of a state lies: what `jax.jit` takes as shardings.
-
-    Statistics, roots and moments are divided by slots, as the transform's
-    :class:`Placement` says. Buffers of other transforms that mirror a parameter lie
-    as it does, everything else is on all devices.
-
-    Args:
-      tx: a transform with ours anywhere inside.
-      params: the parameters, or `jax.ShapeDtypeStruct`s with their shardings.
-      mesh: the mesh of your own `jax.shard_map`, for a :class:`Placement` without
-        one. Default `None`: that of the transform's placement.
-
-    Returns:
-      A tree like the state, of `jax.sharding.NamedSharding`s. Their `spec`s are the
-      `in_specs` and `out_specs` of a `jax.shard_map`.
-
-    Raises:
-      ValueError: if there is no mesh.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> import shampoo_optax as so
-      >>> mesh = jax.make_mesh((1,), ("data",))
-      >>> tx = so.shampoo(1e-3, placement=so.Placement(mesh))
-      >>> params = {"w": jnp.ones((3, 2))}
-      >>> shardings = so.state_shardings(tx, params)
-      >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
-      >>> shardings[0].factors["3x2"]["0"].spec == jax.sharding.PartitionSpec("data")
-      True
-    """
-    tree = _find_ours(tx, params, mesh)
-    mesh = _mesh_of(tree, mesh)
-    if mesh is None:
-        raise ValueError(
-            "`mesh` must be given where no placement in `tx` has one, got None."
-        )
-    return _shardings(tree, params, mesh)
-
-
-@dataclass(frozen=True)
-class _Ours:
-    """What is in the place of each of our states."""
-
-    layout: Layout
-    state: Any  # the whole of it, as `ShapeDtypeStruct`s
-
-
-def _find_ours(tx: Any, params: optax.Params, mesh: Mesh | None) -> Any:
-    """A tree like the state, with an :class:`_Ours` for each of our states."""
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise ValueError(f"`mesh` must be a jax.sharding.Mesh, got {mesh!r}.")
-    return layouts_of(tx, params, mesh or 0, lambda held: _Ours(held, held.abstract()))
-
-
-def _is_ours(node: Any) -> bool:
-    return isinstance(node, _Ours)
-
-
-def _abstract(tree: Any) -> optax.OptState:
-    return jax.tree.map(
-        lambda node: node.state if _is_ours(node) else node, tree, is_leaf=_is_ours
-    )
-
-
-def _mesh_of(tree: Any, mesh: Mesh | None) -> Mesh | None:
-    """The mesh of the placements in a tree, or the one that is given for them."""
-    nodes = jax.tree.leaves(tree, is_leaf=_is_ours)
-    placements = [node.layout.placement for node in nodes if _is_ours(node)]
-    meshes = [p.mesh for p in placements if p is not None and p.mesh is not None]
-    if mesh is not None and any(own != mesh for own in meshes):
-        raise ValueError(
-            f"`mesh` must be that of the placement, {meshes[0]!r}, got {mesh!r}."
-        )
-    return mesh if mesh is not None else next(iter(meshes), None)
-
-
-def _shardings(tree: Any, params: optax.Params, mesh: Mesh) -> Any:
-    whole = NamedSharding(mesh, PartitionSpec())
-    mirrored = [
-        (path, leaf.shape, leaf.sharding)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-        if isinstance(getattr(leaf, "sharding", None), NamedSharding)
-    ]
-
-    def place(path: tuple, node: Any) -> Any:
-        if _is_ours(node):
-            return _our_shardings(node, mesh)
-        like = (
-            sharding
-            for end, shape, sharding in mirrored
-            if shape == node.shape and path[len(path) - len(end) :] == end
-        )
-        return next(like, whole)
-
-    return jax.tree_util.tree_map_with_path(place, tree, is_leaf=_is_ours)
-
-
-def _our_shardings(node: _Ours, mesh: Mesh) -> Any:
-    placement, divided = node.layout.placement, PartitionSpec()
-    if placement is not None:
-        mesh = placement.mesh or mesh
-        divided = PartitionSpec(placement.axes)
-    return jax.tree.map(
-        lambda leaf: NamedSharding(mesh, divided if leaf.ndim else PartitionSpec()),
-        node.state,
-    )
 
 
 def to_portable(
@@ -201,13 +53,13 @@ def to_portable(
       >>> sorted(portable)[:3]
       ['.count', ".factors/['w']/0,0/0", ".factors/['w']/0,0/1"]
     """
-    tree = _find_ours(tx, params, mesh)
+    tree = find_ours(tx, params, mesh)
     _check_structure(state, tree)
     portable = {}
 
     def read(path: tuple, node: Any, held: Any) -> None:
         name = jax.tree_util.keystr(path)
-        if not _is_ours(node):
+        if not is_ours(node):
             portable[name] = _on_host(held)
             return
         held = _map_matrices(_unpacked, jax.tree.map(_on_host, held))
@@ -216,7 +68,7 @@ def to_portable(
             blocks = np.concatenate([part.read() for part in parts])
             portable[key] = blocks.transpose(order)
 
-    jax.tree_util.tree_map_with_path(read, tree, state, is_leaf=_is_ours)
+    jax.tree_util.tree_map_with_path(read, tree, state, is_leaf=is_ours)
     return portable
 
 
@@ -230,7 +82,8 @@ def from_portable(
 
     The transform may have another :class:`Placement` than the one whose state was
     saved, or none. All else that shapes the state, such as `blocking`, must be the
-    same, but for `storage`. What only pads a state becomes 0, or the identity.
+    same, but for `storage` and `metrics`, which may be switched on or off: what is
+    missing starts at 0. What only pads a state becomes 0, or the identity.
 
     Args:
       tx: the transform that goes on.
@@ -253,7 +106,7 @@ def from_portable(
       >>> tx = so.scale_by_shampoo(placement=placement)
       >>> state = so.from_portable(tx, portable, params)
     """
-    tree = _find_ours(tx, params, mesh)
+    tree = find_ours(tx, params, mesh)
     unused = dict(portable)
 
     def take(key: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -269,10 +122,12 @@ def from_portable(
 
     def write(path: tuple, node: Any) -> Any:
         name = jax.tree_util.keystr(path)
-        if not _is_ours(node):
+        if not is_ours(node):
             return _cast(take(name, node.shape), node.dtype)
         state = _blank(node.state)
-        for key, parts, order in _entries(name, node.layout, state):
+        entries = list(_entries(name, node.layout, state))
+        _settle_metrics(unused, f"{name}.metrics.", entries)
+        for key, parts, order in entries:
             shapes = [part.read().shape for part in parts]
             shape = (sum(n for n, *_ in shapes), *shapes[0][1:])
             blocks = take(key, tuple(shape[axis] for axis in order))
@@ -283,16 +138,28 @@ def from_portable(
         count = _cast(take(f"{name}.count", ()), state.count.dtype)
         return _map_matrices(_as_stored, state._replace(count=count), node.state)
 
-    state = jax.tree_util.tree_map_with_path(write, tree, is_leaf=_is_ours)
+    state = jax.tree_util.tree_map_with_path(write, tree, is_leaf=is_ours)
     if unused:
         raise ValueError(
             "`portable` must be the state of this transform and these parameters, got "
             f"also {', '.join(map(repr, sorted(unused)[:4]))}."
         )
-    mesh = _mesh_of(tree, mesh)
+    mesh = mesh_of(tree, mesh)
     if mesh is None:
         return jax.tree.map(jnp.asarray, state)
-    return jax.tree.map(_placed, state, _shardings(tree, params, mesh))
+    return jax.tree.map(_placed, state, shardings_of(tree, params, mesh))
+
+
+def _settle_metrics(
+    portable: dict[str, np.ndarray], start: str, entries: list[tuple]
+) -> None:
+    """Drops the metrics that a state does not have, and adds what it lacks as 0."""
+    wanted = {key: parts for key, parts, _ in entries if key.startswith(start)}
+    found = {key for key in portable if key.startswith(start)}
+    for key in found - wanted.keys():
+        del portable[key]
+    for key in wanted.keys() - found:
+        portable[key] = np.concatenate([part.read() for part in wanted[key]])
 
 
 def _check_structure(state: Any, tree: Any) -> None:
@@ -305,7 +172,7 @@ def _check_structure(state: Any, tree: Any) -> None:
             for path, leaf in leaves
         ]
 
-    pairs = itertools.zip_longest(shapes(state), shapes(_abstract(tree)))
+    pairs = itertools.zip_longest(shapes(state), shapes(abstract(tree)))
     for held, wanted in pairs:
         if held != wanted:
             raise ValueError(
@@ -383,9 +250,8 @@ def _entries(name: str, layout: Layout, state: Any) -> Iterator[tuple]:
     for region, slots in places_of(layout):
         start = ",".join(map(str, region.start))
         end = f"/{layout.paths[region.leaf]}/{start}"
-        for field in type(state)._fields:
-            stacks = getattr(state, field)
-            if field == "count" or slots[0][0] not in stacks:
+        for field, stacks in _by_stack(state):
+            if slots[0][0] not in stacks:
                 continue
             held = [(stacks[stack], where) for stack, where in slots]
             if not isinstance(held[0][0], dict):
@@ -397,6 +263,15 @@ def _entries(name: str, layout: Layout, state: Any) -> Iterator[tuple]:
                 parts = [_Part(stack[axis], where, inner) for stack, where in held]
                 key = f"{name}.{field}{end}/{region.axes[int(axis)]}"
                 yield key, parts, tuple(dims)
+
+
+def _by_stack(state: Any) -> Iterator[tuple[str, dict]]:
+    """The fields that are kept by stack, and so each of the metrics."""
+    for field, stacks in state._asdict().items():
+        if field == "metrics":
+            yield from ((f"metrics.{name}", part) for name, part in stacks.items())
+        elif field != "count":
+            yield field, stacks
 
 
 def _block_parts(held: list, region: Region) -> tuple[list[_Part], tuple]:

@@ -119,6 +119,32 @@ def eigenvalue_powers(
     return (values + lift[:, None]) ** powers
 
 
+def condition_numbers(
+    values: jax.Array,
+    added: ArrayLike = 0.0,
+    padding: jax.Array | None = None,
+    precision: float | None = None,
+) -> jax.Array:
+    """The largest eigenvalue over the smallest, from 1 to 1 / machine epsilon, `[n]`.
+
+    Above that, where the smallest is rounding or negative, nothing can be told.
+
+    Args:
+      values: `[n, d]`, in any order.
+      added: a ridge that is in the values, a number or `[n]`. Default 0.
+      padding: bool `[n, d]`, which values are left out; `None`: none are.
+      precision: the machine epsilon. Default `None`: that of `values`.
+    """
+    added = jnp.broadcast_to(jnp.asarray(added, values.dtype), len(values))
+    values = values - added[:, None]
+    limit = 1 / float(precision or jnp.finfo(values.dtype).eps)
+    own = values if padding is None else jnp.where(padding, jnp.inf, values)
+    smallest, largest = jnp.min(own, axis=1), jnp.max(values, axis=1)
+    divisor = jnp.maximum(smallest, largest / limit)
+    ratio = jnp.where(largest > 0, largest / jnp.where(largest > 0, divisor, 1), 1)
+    return jnp.clip(ratio, 1, limit)
+
+
 def diagonal_powers(
     values: jax.Array,
     exponents: ArrayLike,

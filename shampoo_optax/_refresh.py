@@ -53,6 +53,7 @@ class Report(NamedTuple):
     failed: dict[str, jax.Array]  # {stack: bool [n]}
     residuals: dict[str, jax.Array]  # {stack: [n]}, float32
     iterations: dict[str, jax.Array]  # {stack: [n]}, int32
+    renewed: dict[str, jax.Array]  # {stack: bool [n]}: all axes; empty without metrics
 
 
 def refresh(
@@ -109,7 +110,7 @@ def refresh(
 
 def _report(before: Report, notes: dict[str, list[tuple]]) -> Report:
     """Puts together what was found of the axes of each stack."""
-    report = Report({}, {}, {})
+    report = Report({}, {}, {}, {})
     for name, axes in notes.items():
         tried, failed, residuals, turns = map(jnp.stack, zip(*axes, strict=True))
         largest = jnp.finfo(jnp.float32).max
@@ -120,7 +121,9 @@ def _report(before: Report, notes: dict[str, list[tuple]]) -> Report:
         )
         tried = jnp.any(tried, axis=0)
         report.failed[name] = jnp.any(failed, axis=0)
-        for kept, old, new in zip(report[1:], before[1:], worst, strict=True):
+        if name in before.renewed:
+            report.renewed[name] = tried & ~report.failed[name]
+        for kept, old, new in zip(report[1:3], before[1:3], worst, strict=True):
             kept[name] = jnp.where(tried, new, old[name])
     return report
 
@@ -149,7 +152,8 @@ def _batch(
 def _is_finite(derived: dict[str, jax.Array]) -> jax.Array:
     finite = (
         jnp.all(jnp.isfinite(values), axis=tuple(range(1, values.ndim)))
-        for values in derived.values()
+        for field, values in derived.items()
+        if field != "conditions"
     )
     return functools.reduce(jnp.logical_and, finite)
 

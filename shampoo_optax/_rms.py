@@ -9,8 +9,8 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._checks import check_number
-from shampoo_optax._grafting import norms
 from shampoo_optax._leaves import check_leaves
+from shampoo_optax._stacks import norms
 from shampoo_optax._trees import narrow, tree_map, wide
 
 

@@ -18,9 +18,15 @@ from shampoo_optax._methods import (
     PseudoInverse,
     Root,
 )
-from shampoo_optax._newton import add_to_diagonal, iterate_roots, largest_row_sum
+from shampoo_optax._newton import (
+    add_to_diagonal,
+    iterate_roots,
+    largest_eigenvalue,
+    largest_row_sum,
+)
 from shampoo_optax._powers import (
     added_before,
+    condition_numbers,
     diagonal_powers,
     eigenvalue_powers,
     relative_ridge,
@@ -39,6 +45,9 @@ from shampoo_optax._stacks import (
 )
 from shampoo_optax._storage import is_diagonal
 
+# In the estimate of a condition number.
+_POWER_ITERATIONS = 20
+
 
 def inverse_roots(
     factors: jax.Array,
@@ -48,7 +57,8 @@ def inverse_roots(
     relative_eps: ArrayLike,
     padding: jax.Array | None = None,
     previous: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    measured: bool = False,
+) -> tuple[jax.Array, ...]:
     r"""Computes :math:`(L + \rho I)^{-e}` for a batch of factors of one side.
 
     Where 64-bit arrays are enabled, float32 slots that fail are computed once more in
@@ -64,25 +74,30 @@ def inverse_roots(
       padding: bool `[n, d]`, which rows and columns are padding; `None`: none are.
       previous: `[n, d, d]`, the previous roots, for a warm start; `None`: there are
         none.
+      measured: whether condition numbers are found, of L; an iteration estimates
+        those of :math:`L + \rho I`, from below.
 
     Returns:
-      the roots `[n, d, d]`, their residuals `[n]`, NaN where the method failed, and
-      the turns of an iteration, int32 `[n]`, 0 for a decomposition.
+      the roots `[n, d, d]`, the condition numbers `[n]` if they are asked for, the
+      residuals `[n]`, NaN where the method failed, and the turns of an iteration,
+      int32 `[n]`, 0 for a decomposition.
     """
     ridges, precision = (eps, relative_eps), jnp.finfo(factors.dtype).eps
     if isinstance(root, Iteration):
         exponent = float(exponents[0])
 
         def compute(batch):
-            return _iterated(batch, exponent, root, ridges, padding)
+            return _iterated(batch, exponent, root, ridges, padding, measured)
 
         def from_previous(batch):
-            return _iterated(batch, exponent, root, ridges, padding, previous)
+            return _iterated(batch, exponent, root, ridges, padding, measured, previous)
 
     else:
 
         def compute(batch):
-            return _decomposed(batch, exponents, root, ridges, padding, precision)
+            return _decomposed(
+                batch, exponents, root, ridges, padding, measured, precision
+            )
 
     sure = widened(compute, factors.dtype, root.max_residual)
     if previous is None or not is_warm(root, exponents):
@@ -102,8 +117,9 @@ def _iterated(
     root: Iteration,
     ridges: tuple[ArrayLike, ArrayLike],
     padding: jax.Array | None,
+    measured: bool,
     previous: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     scaled, scale, eps, relative_eps = _prepared(factors, ridges)
     ridge = jnp.maximum(eps, relative_eps * largest_row_sum(scaled))
     ridge = jnp.broadcast_to(ridge[:, None], scaled.shape[:2])
@@ -112,10 +128,24 @@ def _iterated(
     undo = per_slot(scale**-exponent, scaled)
     if previous is not None:
         previous = previous.astype(scaled.dtype) / undo
-    roots, residuals, turns = iterate_roots(
-        add_to_diagonal(scaled, ridge), exponent, root, padding, previous
+    matrices = add_to_diagonal(scaled, ridge)
+    roots, *about = iterate_roots(matrices, exponent, root, padding, previous)
+    if measured:
+        about.insert(0, _estimated_conditions(matrices, roots, exponent, padding))
+    return undo * roots, *about
+
+
+def _estimated_conditions(
+    factors: jax.Array, roots: jax.Array, exponent: float, padding: jax.Array | None
+) -> jax.Array:
+    """The condition numbers of factors with their ridge, by power iterations, `[n]`."""
+    largest, inverse = (
+        largest_eigenvalue(matrices, padding, _POWER_ITERATIONS)
+        for matrices in (factors, roots)
     )
-    return undo * roots, residuals, turns
+    limit = 1 / jnp.finfo(factors.dtype).eps
+    ratio = jnp.nan_to_num((largest**exponent * inverse) ** (1 / exponent), nan=1)
+    return jnp.clip(ratio, 1, limit)
 
 
 def _decomposed(
@@ -124,10 +154,12 @@ def _decomposed(
     root: Eigh | PseudoInverse,
     ridges: tuple[ArrayLike, ArrayLike],
     padding: jax.Array | None,
+    measured: bool,
     precision: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     scaled, scale, eps, relative_eps = _prepared(factors, ridges)
     before = isinstance(root, Eigh) and root.ridge == "before"
+    added = eps if before else 0.0
     values, vectors, residuals = checked_eigh(
         add_to_diagonal(scaled, eps) if before else scaled
     )
@@ -137,7 +169,7 @@ def _decomposed(
         root,
         eps,
         relative_eps,
-        added=eps if before else 0.0,
+        added=added,
         sides=side_lengths(scaled, padding),
         scale=scale,
         precision=precision,
@@ -145,7 +177,13 @@ def _decomposed(
     undo = scale ** -jnp.asarray(exponents, scaled.dtype)
     half = vectors * jnp.sqrt(undo[:, None] * weights)[:, None, :]
     roots = contract(half, half, "nij,nkj->nik")
-    return roots, residuals, jnp.zeros(len(factors), jnp.int32)
+    about = [residuals, jnp.zeros(len(factors), jnp.int32)]
+    if measured:
+        # Padding, which is 0 but for the ridge, has the smallest ones.
+        rank = jnp.arange(values.shape[1])[None]
+        first = None if padding is None else rank < jnp.sum(padding, axis=1)[:, None]
+        about.insert(0, condition_numbers(values, added, first, precision))
+    return roots, *about
 
 
 def _prepared(factors: jax.Array, ridges: tuple[ArrayLike, ArrayLike]) -> tuple:
@@ -194,14 +232,25 @@ def refresh_roots(
         if isinstance(root, Eigendecomposed):
             return _bases(matrices, batch, options)
         powers = batch.per_factor(lambda name, axis: exponents[name][axis])
+        measured = "conditions" in batch.derived
         if is_diagonal(matrices):
             roots = diagonal_powers(matrices, powers, batch.padding, options)
-            return Fresh({"roots": roots}, *_at_once(matrices))
-        ridges = options.eps, relative_ridge(options)
-        roots, *about = inverse_roots(
-            matrices, powers, root, *ridges, batch.padding, batch.derived["roots"]
+            found = {"roots": roots}
+            if measured:
+                found["conditions"] = condition_numbers(matrices, 0.0, batch.padding)
+            return Fresh(found, *_at_once(matrices))
+        roots, *conditions, residuals, turns = inverse_roots(
+            matrices,
+            powers,
+            root,
+            options.eps,
+            relative_ridge(options),
+            batch.padding,
+            batch.derived["roots"],
+            measured,
         )
-        return Fresh({"roots": roots}, *about)
+        found = {"roots": roots} | dict(zip(["conditions"], conditions, strict=False))
+        return Fresh(found, residuals, turns)
 
     def kind(name: str, axis: str) -> Hashable:
         return exponents[name][axis] if isinstance(root, Iteration) else None
@@ -224,16 +273,21 @@ def _bases(matrices: jax.Array, batch: Batch, options: Options) -> Fresh:
     root = options.root
     eps = unpadded_ridge(added_before(options), matrices, batch.padding)
     if is_diagonal(matrices):
-        values = matrices + eps
-        return Fresh({"eigenvalues": values}, *_at_once(matrices))
-    bases, values, *about = sure_eigenbases(
-        add_to_diagonal(matrices, eps),
-        batch.derived["bases"],
-        root.basis,
-        batch.padding,
-        root.max_residual,
-    )
-    return Fresh({"bases": bases, "eigenvalues": values}, *about)
+        found, about = {"eigenvalues": matrices + eps}, _at_once(matrices)
+        numbers = matrices, 0.0, batch.padding
+    else:
+        bases, values, *about = sure_eigenbases(
+            add_to_diagonal(matrices, eps),
+            batch.derived["bases"],
+            root.basis,
+            batch.padding,
+            root.max_residual,
+        )
+        found = {"bases": bases, "eigenvalues": values}
+        numbers = values, added_before(options)
+    if "conditions" in batch.derived:
+        found["conditions"] = condition_numbers(*numbers)
+    return Fresh(found, *about)
 
 
 def _at_once(matrices: jax.Array) -> tuple[jax.Array, jax.Array]:

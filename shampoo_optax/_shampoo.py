@@ -20,12 +20,13 @@ from shampoo_optax._factors import (
     unit_eigenvalues,
 )
 from shampoo_optax._methods import Eigendecomposed, Eigh, Root
+from shampoo_optax._metrics import Metrics
 from shampoo_optax._placement import Placement
 from shampoo_optax._preconditioning import precondition
 from shampoo_optax._refresh import Derived, Report
 from shampoo_optax._roots import refresh_roots
 from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks
-from shampoo_optax._step import begin, factored_fields, finish, refresh_if_due
+from shampoo_optax._step import begin, factored_fields, finish, refresh_if_due, unite
 from shampoo_optax._transform import Method, block_transform
 
 
@@ -49,6 +50,11 @@ class ScaleByShampooState(NamedTuple):
       residuals: the largest residual of a block's roots at its last refresh.
       iterations: the most iterations of one of these; 0 without any.
       skipped: how many steps gave no finite direction, for each block.
+      metrics: empty without `metrics=True`, else of each block the `conditions` of the
+        factors of the roots in use, by axis; `refreshed`, the step of the last refresh
+        without a failure; and of the last step the `rms` of the direction, the
+        `cosines` between direction and gradient, and the norm of the `grafting` over
+        that of the direction. What is not known, or did not move, is 0.
     """
 
     count: jax.Array  # [], int32
@@ -62,6 +68,7 @@ class ScaleByShampooState(NamedTuple):
     residuals: dict[str, jax.Array]  # {stack: [n]}, float32
     iterations: dict[str, jax.Array]  # {stack: [n]}, int32
     skipped: dict[str, jax.Array]  # {stack: [n]}, int32
+    metrics: Metrics  # {name: {stack: [n]}}, conditions {stack: {axis: [n]}}, float32
 
 
 def shampoo_transform(
@@ -132,7 +139,7 @@ def _step(
 
     derived = refresh_if_due(step, recompute, ("roots", "bases", "eigenvalues"))
     directions, fields = finish(step, options, partial(multiply, derived=derived))
-    return directions, dict(fields, factors=factors, **derived)
+    return directions, unite(fields, derived, dict(factors=factors))
 
 
 def scale_by_shampoo(
@@ -156,6 +163,7 @@ def scale_by_shampoo(
     axes: Axes = Axes(),
     storage: Storage = Storage(),
     blocking: Blocking = Blocking(),
+    metrics: bool = False,
     placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Preconditions gradients by Kronecker factors, as Distributed Shampoo does.
@@ -237,6 +245,8 @@ def scale_by_shampoo(
         float32 or wider.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
         `Blocking()`.
+      metrics: whether the state has metrics of every block, for :func:`diagnose`.
+        Default `False`.
       placement: the devices that statistics, roots and work are divided over, a
         :class:`Placement`. Default `None`: all stay on one device.
 
@@ -302,6 +312,7 @@ def scale_by_shampoo(
         axes=axes,
         storage=storage,
         blocking=blocking,
+        metrics=metrics,
     )
 
     return shampoo_transform(options, placement)

@@ -33,6 +33,7 @@ from shampoo_optax._factors import (
 )
 from shampoo_optax._grafting import keeps_filtered, zero_blocks
 from shampoo_optax._methods import Basis, EighBasis, check_basis
+from shampoo_optax._metrics import Metrics
 from shampoo_optax._placement import Placement
 from shampoo_optax._preconditioning import precondition
 from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, per_slot
@@ -43,6 +44,7 @@ from shampoo_optax._step import (
     factored_fields,
     finish,
     refresh_if_due,
+    unite,
 )
 from shampoo_optax._transform import Method, block_transform
 from shampoo_optax._trees import when_due
@@ -68,6 +70,11 @@ class ScaleBySoapState(NamedTuple):
       residuals: the largest residual of a block's bases at its last refresh.
       iterations: the most iterations of one of these; 0 where the old ones were kept.
       skipped: how many steps gave no finite direction, for each block.
+      metrics: empty without `metrics=True`, else of each block the `conditions` of the
+        factors of the bases in use, by axis; `refreshed`, the step of the last refresh
+        without a failure; and of the last step the `rms` of the direction, the
+        `cosines` between direction and gradient, and the norm of the `grafting` over
+        that of the direction. What is not known, or did not move, is 0.
     """
 
     count: jax.Array  # [], int32
@@ -81,6 +88,7 @@ class ScaleBySoapState(NamedTuple):
     residuals: dict[str, jax.Array]  # {stack: [n]}, float32
     iterations: dict[str, jax.Array]  # {stack: [n]}, int32
     skipped: dict[str, jax.Array]  # {stack: [n]}, int32
+    metrics: Metrics  # {name: {stack: [n]}}, conditions {stack: {axis: [n]}}, float32
 
 
 # The |cos| from which on a new column is an old one. The official package leaves
@@ -202,13 +210,13 @@ def _step(
     if rules.form == "official":
         derived = renew()
         directions, fields = _direct(step, options, rules, derived["bases"])
-        return directions, dict(fields, factors=step.factors, **derived)
+        return directions, unite(fields, derived, dict(factors=step.factors))
     before = inputs.fields["bases"]
     directions, fields = _direct(step, options, rules, before)
     derived = renew()
     if keeps_filtered(options):
         fields["filtered"] = _turn_average(step, fields, before, derived["bases"])
-    return directions, dict(fields, factors=step.factors, **derived)
+    return directions, unite(fields, derived, dict(factors=step.factors))
 
 
 def _turn_average(
@@ -269,6 +277,7 @@ def scale_by_soap(
     axes: Axes = Axes(),
     storage: Storage = Storage(),
     blocking: Blocking = Blocking(),
+    metrics: bool = False,
     placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Runs Adam's second moment in the eigenbasis of Shampoo's factors (SOAP).
@@ -343,6 +352,8 @@ def scale_by_soap(
         packed. Default `Storage()`: float32 or wider.
       blocking: how parameters are merged and cut, a :class:`Blocking`. Default
         `Blocking()`.
+      metrics: whether the state has metrics of every block, for :func:`diagnose`.
+        Default `False`.
       placement: the devices that statistics, bases and work are divided over, a
         :class:`Placement`. Default `None`: all stay on one device.
 
@@ -401,6 +412,7 @@ def scale_by_soap(
         axes=axes,
         storage=storage,
         blocking=blocking,
+        metrics=metrics,
     )
 
     rules = Rules(basis, form, exponents or {})

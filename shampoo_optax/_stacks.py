@@ -182,6 +182,25 @@ def per_slot(values: jax.Array, like: jax.Array) -> jax.Array:
     return values.reshape(values.shape + (1,) * (like.ndim - 1))
 
 
+def largest_entries(blocks: jax.Array) -> jax.Array:
+    """The largest absolute entry of each block, `[n]`."""
+    return jnp.max(jnp.abs(blocks), axis=tuple(range(1, blocks.ndim)), initial=0)
+
+
+def plain_norms(blocks: jax.Array) -> jax.Array:
+    """The norm of each block, `[n]`, where its square is in range."""
+    return jnp.sqrt(jnp.sum(jnp.square(blocks), axis=tuple(range(1, blocks.ndim))))
+
+
+def norms(blocks: jax.Array) -> jax.Array:
+    """The norm of each block, `[n]`, also where its square is out of range."""
+    # Larger ones have reciprocals below the normal range, which count as 0.
+    limit = float(jnp.finfo(blocks.dtype).max) / 2**28
+    largest = largest_entries(blocks)
+    scale = jnp.where(largest > 0, jnp.minimum(largest, limit), 1)
+    return scale * plain_norms(blocks / per_slot(scale, blocks))
+
+
 def traces(matrices: jax.Array) -> jax.Array:
     """The trace of each matrix, `[n]`, or of diagonals; reads the diagonals alone."""
     if matrices.ndim == 2:

@@ -3,6 +3,7 @@
 Everything here is written for plain stacks, all of them or one owner's share.
 """
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from shampoo_optax._factors import (
     Whiten,
     asked_dtype,
     factored_axes,
+    stored_axes,
     update_factors,
     usable_slots,
     zero_factors,
@@ -27,6 +29,7 @@ from shampoo_optax._grafting import (
     update_moments,
     zero_blocks,
 )
+from shampoo_optax._metrics import Metrics, refresh_metrics, step_metrics
 from shampoo_optax._refresh import Derived, Report
 from shampoo_optax._stacks import (
     AxisStacks,
@@ -80,9 +83,27 @@ def factored_fields(stacks: dict[str, Stack], options: Options) -> dict[str, Any
     return dict(
         factors=zero_factors(stacks, options),
         failures=_counters(stacks, axes),
+        metrics=_first_metrics(stacks, options),
         residuals={n: jnp.zeros(stacks[n].size, jnp.float32) for n in axes},
         iterations=_counters(stacks, axes),
         **plain_fields(stacks, options),
+    )
+
+
+def _first_metrics(stacks: dict[str, Stack], options: Options) -> Metrics:
+    """The metrics before the first step, all 0."""
+    if not options.metrics:
+        return {}
+
+    def zero(stack: Stack, side: int | None = None) -> jax.Array:
+        return jnp.zeros(stack.size, jnp.float32)
+
+    names = ["rms", "cosines"] + ["grafting"] * (options.graft is not None)
+    axes = factored_axes(blocks_of(stacks), options)
+    return dict(
+        conditions=stored_axes(stacks, options, zero, zero),
+        refreshed={name: jnp.zeros(stacks[name].size, jnp.int32) for name in axes},
+        **{metric: {n: zero(stack) for n, stack in stacks.items()} for metric in names},
     )
 
 
@@ -141,18 +162,24 @@ def refresh_if_due(
       names: the fields that are derived.
 
     Returns:
-      the new values of these fields, `failures`, `residuals` and `iterations`.
+      the new values of these fields, `failures`, `residuals`, `iterations` and, of
+      `metrics`, those of refreshes.
     """
     fields = step.inputs.fields
+    metrics = fields["metrics"]
     derived = {name: fields[name] for name in names}
+    if metrics:
+        derived["conditions"] = metrics["conditions"]
     unfailed = {name: jnp.zeros_like(step.usable[name]) for name in fields["failures"]}
-    report = Report(unfailed, fields["residuals"], fields["iterations"])
+    still = {name: jnp.zeros_like(step.usable[name]) for name in unfailed if metrics}
+    report = Report(unfailed, fields["residuals"], fields["iterations"], still)
     derived, report = when_due(step.due, recompute, derived, report)
     return dict(
-        derived,
+        {name: derived[name] for name in names},
         failures=count_slots(fields["failures"], report.failed, step.groups),
         residuals=report.residuals,
         iterations=report.iterations,
+        metrics=refresh_metrics(metrics, derived, report.renewed, step.inputs.count),
     )
 
 
@@ -172,7 +199,8 @@ def finish(
         own.
 
     Returns:
-      the directions, and the new values of the fields that all states have.
+      the directions, and the new values of the fields that all states have, with
+      the `metrics` of a step where the state has any.
     """
     inputs, groups, kept = step.inputs, step.groups, step.kept
     held = inputs.fields["filtered"]
@@ -196,13 +224,25 @@ def finish(
         for name, block in magnitude.items()
         if options.is_left_to_grafting(block.shape[1:])
     }
-    direction, moving = take_norms(
+    direction, moving, ratios = take_norms(
         direct(used) | alone, magnitude, step.usable, step.started, groups
     )
     still = {name: inputs.present[name] & ~slots for name, slots in moving.items()}
     skipped = count_slots(inputs.fields["skipped"], still, groups)
     filtered = cast_like(filtered, held)
-    return direction, dict(graft_moments=moments, filtered=filtered, skipped=skipped)
+    fields = dict(graft_moments=moments, filtered=filtered, skipped=skipped)
+    if inputs.fields.get("metrics"):
+        fields["metrics"] = step_metrics(
+            direction, step.blocks, moving, ratios, inputs.sides
+        )
+    return direction, fields
+
+
+def unite(*parts: dict[str, Any]) -> dict[str, Any]:
+    """The fields of all parts, and in `metrics` what each of them has there."""
+    fields = {name: field for part in parts for name, field in part.items()}
+    metrics = [part["metrics"] for part in parts if "metrics" in part]
+    return fields | {"metrics": dict(itertools.chain(*map(dict.items, metrics)))}
 
 
 def count_slots(counters: dict, slots: dict, groups: dict) -> dict[str, jax.Array]:

@@ -86,7 +86,7 @@ def is_diagonal(stored: jax.Array) -> bool:
 
 def is_packed(stored: jax.Array) -> bool:
     """Whether matrices are kept as one triangle."""
-    return not is_diagonal(stored) and stored.shape[1] != stored.shape[2]
+    return stored.ndim == 3 and stored.shape[1] != stored.shape[2]
 
 
 def side_of(stored: jax.Array) -> int:
