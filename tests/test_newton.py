@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import shampoo_optax as so
-from shampoo_optax._newton import largest_eigenvalue, iterate_roots
+from shampoo_optax._newton import iterate_roots, largest_eigenvalue
 from shampoo_optax._retry import retried
 from shampoo_optax._roots import inverse_roots
 
