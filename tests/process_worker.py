@@ -19,7 +19,12 @@ STEPS = 20
 PARTS = ("curve", "before", "after", "portable", "again")
 WHOLE = PartitionSpec()
 SHAPES = {"wide": (24, 40), "square": (16, 16), "kernel": (3, 3, 2, 8), "bias": (8,)}
-OPTIONS = dict(refresh_every=5, weight_decay=0.01, blocking=so.Blocking(block_size=16))
+OPTIONS = dict(
+    refresh_every=5,
+    weight_decay=0.01,
+    blocking=so.Blocking(block_size=16),
+    metrics=True,
+)
 OPTIMIZERS = {
     "shampoo": partial(so.shampoo, 0.1, **OPTIONS),
     "soap": partial(so.soap, 0.1, **OPTIONS),
@@ -41,7 +46,8 @@ def train(name):
       the parameters after each step on each of this process's devices, `{parameter:
       [steps, devices, *shape]}`, and the parts of the optimizer's state that it
       holds, `{"path from slot": array}`, before the first step and after the last;
-      the last state in its portable form, and the same once it went back and forth.
+      the last state in its portable form, with its diagnosis, and the same once it
+      went back and forth.
     """
     mesh, reduced = make_mesh(name), name == "reduced"
     params = put(values(1), mesh)
@@ -56,8 +62,16 @@ def train(name):
     curve = {key: np.stack([leaves[key] for leaves in seen]) for key in SHAPES}
     portable = so.to_portable(tx, state, params, mesh)
     again = so.from_portable(tx, portable, params, mesh)
-    again = so.to_portable(tx, again, params, mesh)
-    return curve, before, held(state), portable, again
+    found = [
+        so.to_portable(tx, one, params, mesh) | diagnosed(tx, one, params, mesh)
+        for one in (state, again)
+    ]
+    return curve, before, held(state), *found
+
+
+def diagnosed(tx, state, params, mesh):
+    scalars = so.diagnose(state, params, tx, mesh=mesh).scalars()
+    return {tag: np.array(value) for tag, value in scalars.items()}
 
 
 def copies(leaf):

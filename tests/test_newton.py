@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import shampoo_optax as so
-from shampoo_optax._newton import _largest_eigenvalue, iterate_roots
+from shampoo_optax._newton import iterate_roots, largest_eigenvalue
 from shampoo_optax._retry import retried
 from shampoo_optax._roots import inverse_roots
 
@@ -108,25 +108,25 @@ def test_padding_takes_no_turn_of_newton_db(x64):
 
 
 @pytest.mark.parametrize("side", [1, 2, 33])
-def test_the_largest_eigenvalue_is_estimated_from_below(side, x64):
+def test_thelargest_eigenvalue_is_estimated_from_below(side, x64):
     spectra = [np.ones(side), geometric(side, 1e4), geometric(side, 1.5)]
     matrices = matrices_of(spectra)
-    largest = _largest_eigenvalue(jnp.asarray(matrices), None, 10)
+    largest = largest_eigenvalue(jnp.asarray(matrices), None, 10)
     assert np.all(largest <= 1 + 1e-12) and np.all(largest >= 1 / 1.4)
     padded = jnp.pad(matrices, ((0, 0), (0, 7), (0, 7)))
     padded += jnp.diag(jnp.r_[jnp.zeros(side), jnp.full(7, 0.9)])[None]
     padding = jnp.tile(jnp.arange(side + 7) >= side, (3, 1))
-    again = _largest_eigenvalue(padded, padding, 10)
+    again = largest_eigenvalue(padded, padding, 10)
     np.testing.assert_allclose(again, largest, rtol=1e-12)
 
 
-def test_the_largest_eigenvalue_is_found_where_the_first_vector_misses_it(x64):
+def test_thelargest_eigenvalue_is_found_where_the_first_vector_misses_it(x64):
     probe = np.cos(np.arange(1, 17))
     top = np.random.default_rng(0).standard_normal(16)
     top -= probe * (top @ probe) / (probe @ probe)
     top /= np.linalg.norm(top)
     matrix = 0.01 * np.eye(16) + np.outer(top, top)
-    largest = _largest_eigenvalue(jnp.asarray(matrix)[None], None, 10)
+    largest = largest_eigenvalue(jnp.asarray(matrix)[None], None, 10)
     np.testing.assert_allclose(largest, 1.01, rtol=1e-9)
 
 
