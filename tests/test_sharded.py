@@ -12,7 +12,7 @@ import optax
 import pytest
 from helpers import divide, mesh_of, plan_of, quick_jit, same_sharding, set_mesh
 from helpers import worst_of_steps as error
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_placement import use
 from test_wire import inside_conditionals
@@ -203,6 +203,30 @@ def test_every_sharding_on_both_kinds_of_mesh(called):
         divided = NamedSharding(mesh, P(("x", "y")))
         for leaf in jax.tree.leaves(state):
             assert not leaf.ndim or leaf.sharding.is_equivalent_to(divided, leaf.ndim)
+
+
+def test_every_parameter_counts_for_its_own_update():
+    """Two models of equal paths and shapes in one step; axes of two types."""
+    mesh = mesh_of(4, 2)
+    specs = P("x"), P(None, "y"), P(("y", "x"))
+    models = [divide({"w": jnp.ones((8, 8))}, mesh, {"w": spec}) for spec in specs]
+    tx = so.scale_by_sign_descent(placement=so.Placement(mesh))
+
+    @quick_jit
+    def step(models, states):
+        return [
+            tx.update(model, state, model)[0]
+            for model, state in zip(models, states, strict=True)
+        ]
+
+    updates = step(models, list(map(tx.init, models)))
+    kinds = (AxisType.Explicit, AxisType.Auto)
+    mixed = Mesh(mesh.devices, ("x", "y"), axis_types=kinds)
+    tx = so.scale_by_sign_descent(placement=so.Placement(mixed))
+    model = divide({"w": jnp.ones((8, 8))}, mixed, {"w": P("y", "x")})
+    update, _ = quick_jit(tx.update)(model, tx.init(model), model)
+    for got, wanted in zip((*updates, update), (*models, model), strict=True):
+        assert same_sharding(got["w"], wanted["w"])
 
 
 # ---- what travels, and what a device holds
