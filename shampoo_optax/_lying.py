@@ -1,5 +1,6 @@
 """Where arrays lie, and how to bring them to where others do."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,11 +31,15 @@ def reshard_back(leaves: list, kinds: list) -> list:
     ]
 
 
-def alike(leaf: jax.Array, param: jax.Array, path: str) -> jax.Array:
-    """An array where that of a path lies, which in a trace the compiler knows."""
+_pairs = itertools.count()
+
+
+def alike(leaf: jax.Array, param: jax.Array) -> jax.Array:
+    """An array where another lies, which in a trace the compiler knows."""
     if isinstance(leaf, jax.core.Tracer) or isinstance(param, jax.core.Tracer):
         # Without it all pairs of a shape would lie alike: jax lowers equals once.
-        with set_xla_metadata(parameter=path):
+        # Paths would not do, which are the same in two models that a step trains.
+        with set_xla_metadata(pair=str(next(_pairs))):
             return shard_alike(leaf, param)[0]
     there = _on_mesh(param) and param.sharding.device_set == leaf.sharding.device_set
     return jax.device_put(leaf, param.sharding) if there else leaf

@@ -99,20 +99,18 @@ def _typed(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*kept))
 
 
-def lying_alike(
-    leaves: list, params: list, paths: list, placement: Placement | None
-) -> list:
+def lying_alike(leaves: list, params: list, placement: Placement | None) -> list:
     """Brings updates to where the parameters lie, of which nothing was declared.
 
-    On Auto axes, where the step has them whole; on Explicit ones types say it.
+    On Auto axes, where the step has them whole; of Explicit ones types say it.
     """
     if placement is None or placement.mesh is None or placement.specs is not None:
         return leaves
-    if AxisType.Explicit in placement.mesh.axis_types:
+    if AxisType.Auto not in placement.mesh.axis_types:
         return leaves
     return [
-        leaf if leaf is None else alike(leaf, param, jax.tree_util.keystr(path))
-        for leaf, param, path in zip(leaves, params, paths, strict=True)
+        leaf if leaf is None else alike(leaf, param)
+        for leaf, param in zip(leaves, params, strict=True)
     ]
 
 

@@ -169,7 +169,7 @@ def block_transform(
         fields = state._asdict()
         count = fields.pop("count")
         leaves, count, fields = run(gradients.leaves, count, fields, numbers, discard)
-        leaves = lying_alike(leaves, gradients.params, gradients.paths, placement)
+        leaves = lying_alike(leaves, gradients.params, placement)
         return gradients.rebuild(leaves), method.state(count=count, **fields)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -12,7 +12,7 @@ import optax
 import pytest
 from helpers import divide, mesh_of, plan_of, quick_jit, same_sharding, set_mesh
 from helpers import worst_of_steps as error
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_placement import use
 from test_wire import inside_conditionals
@@ -41,7 +41,7 @@ FORMS = {
     "absent": ((8, 8), P("x")),  # without a gradient
 }
 SPECS = {name: spec for name, (_, spec) in FORMS.items()}
-FEW = ("both", "crossed", "bias", "scalar", "experts", "qkv", "merged")
+FEW = ("both", "crossed", "experts", "qkv", "merged")  # of one shape of blocks
 BATCH = {"experts|layers": 0, "qkv": so.Batch(split={1: 3})}
 BLOCKING = so.Blocking(8, batch=BATCH)
 # Sums, and a first refresh at full rank.
@@ -52,7 +52,7 @@ METHODS = {
     "soap": (so.scale_by_soap, dict(refresh_every=8), FEW),
     "kl": (so.scale_by_kl_shampoo, dict(refresh_every=8, relative_eps=1e-2), FEW),
     "spectral": (so.scale_by_spectral_descent, {}, ("both", "crossed", "qkv")),
-    "sign": (so.scale_by_sign_descent, dict(scale="l1"), FEW),
+    "sign": (so.scale_by_sign_descent, dict(scale="l1"), tuple(FORMS)),
 }
 
 
@@ -127,7 +127,7 @@ def test_as_on_one_device(x64, name, kind, axes):
 # ---- (replica, shard) meshes
 
 ROWS = {"w": P("y"), "v": P(None, "y"), "u": P(), "b": P("y")}
-SHAPES = {"w": (16, 6), "v": (8, 20), "u": (8, 4), "b": (16,)}
+SHAPES = {"w": (16, 6), "v": (8, 16), "u": (8, 6), "b": (16,)}
 
 
 @functools.cache
@@ -203,6 +203,30 @@ def test_every_sharding_on_both_kinds_of_mesh(called):
         divided = NamedSharding(mesh, P(("x", "y")))
         for leaf in jax.tree.leaves(state):
             assert not leaf.ndim or leaf.sharding.is_equivalent_to(divided, leaf.ndim)
+
+
+def test_every_parameter_counts_for_its_own_update():
+    """Two models of equal paths and shapes in one step; axes of two types."""
+    mesh = mesh_of(4, 2)
+    specs = P("x"), P(None, "y"), P(("y", "x"))
+    models = [divide({"w": jnp.ones((8, 8))}, mesh, {"w": spec}) for spec in specs]
+    tx = so.scale_by_sign_descent(placement=so.Placement(mesh))
+
+    @quick_jit
+    def step(models, states):
+        return [
+            tx.update(model, state, model)[0]
+            for model, state in zip(models, states, strict=True)
+        ]
+
+    updates = step(models, list(map(tx.init, models)))
+    kinds = (AxisType.Explicit, AxisType.Auto)
+    mixed = Mesh(mesh.devices, ("x", "y"), axis_types=kinds)
+    tx = so.scale_by_sign_descent(placement=so.Placement(mixed))
+    model = divide({"w": jnp.ones((8, 8))}, mixed, {"w": P("y", "x")})
+    update, _ = quick_jit(tx.update)(model, tx.init(model), model)
+    for got, wanted in zip((*updates, update), (*models, model), strict=True):
+        assert same_sharding(got["w"], wanted["w"])
 
 
 # ---- what travels, and what a device holds
@@ -332,14 +356,18 @@ def test_discarded_calls_and_bfloat16_gradients():
         for each in (placement, None)
     )
     placed = [divide(tree, mesh, specs) for tree in grads]
-    update = quick_jit(lambda g, s, flag: tx.update(g, s, g, discard=flag))
     single = quick_jit(lambda g, s: alone.update(g, s, g))
     state, other = tx.init(placed[0]), alone.init(grads[0])
+    update = quick_jit(lambda g, s, flag: tx.update(g, s, g, discard=flag))
+    update = update.lower(placed[0], state, np.bool_(True)).compile()
+    text = update.as_text()
+    found = {where for where, *_ in collectives(text)}
+    assert found and not found & inside_conditionals(text)
     for tree, divided in zip(grads, placed, strict=True):
-        none, same = update(divided, state, True)
+        none, same = update(divided, state, np.bool_(True))
         assert not any(np.any(leaf) for leaf in jax.tree.leaves(none))
         helpers.assert_equal(same, state)
-        got, state = update(divided, state, False)
+        got, state = update(divided, state, np.bool_(False))
         want, other = single(tree, other)
         assert helpers.worst(got["w"], want["w"]) <= 1e-6
         assert got["v"].dtype == jnp.bfloat16
