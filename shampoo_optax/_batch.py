@@ -126,8 +126,9 @@ class Blocking:
     of their own to what is said above, so that a stack of layers is trained as the
     same layers one by one. It is said for all parameters at once, by path
     (`jax.tree_util.keystr(path, simple=True, separator="/")`, as in
-    `"params/layers/mlp/kernel"`) or by a function. Paths are those of the tree that
-    the transform is given; behind `optax.flatten` there are none.
+    `"params/layers/mlp/kernel"`, without the `value` that ends paths in nnx) or by a
+    function. Paths are those of the tree that the transform is given; behind
+    `optax.flatten` there are none.
 
     Args:
       block_size: the largest side of a block, an integer >= 1; `None` cuts
@@ -238,18 +239,24 @@ def _view_of(
         )
     shape, first, last = [], [], []
     for axis, (side, count) in enumerate(zip(leaf.shape, shards, strict=True)):
-        if axis in parts and axis not in cut:
-            first.append(len(shape))
-            shape.append(parts[axis] // (1 if apart else count))
-            side, count = side // parts[axis], 1
-        elif apart and axis in axes:
-            count = 1
-        elif apart and count > 1:
-            first.append(len(shape))
-            shape.append(count)
-        (first if axis in axes else last).append(len(shape))
-        shape.append(side // count)
+        found = None if axis in cut else parts.get(axis)
+        for size, is_batch in _seen(side, count, found, axis in axes, apart):
+            (first if is_batch else last).append(len(shape))
+            shape.append(size)
     return View(tuple(shape), (*first, *last), len(first))
+
+
+def _seen(
+    side: int, shards: int, parts: int | None, batch: bool, apart: bool
+) -> list[tuple[int, bool]]:
+    """What an axis is seen as: sizes, and whether they are batch."""
+    if parts is not None:
+        return [(parts // (1 if apart else shards), True), (side // parts, batch)]
+    if not apart:
+        return [(side // shards, batch)]
+    if batch or shards == 1:
+        return [(side, batch)]
+    return [(shards, True), (side // shards, False)]
 
 
 def _checked_places(

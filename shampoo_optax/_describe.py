@@ -21,8 +21,8 @@ from shampoo_optax._routes import routes_of
 from shampoo_optax._shampoo import scale_by_shampoo
 from shampoo_optax._stacks import Inputs, Plan
 from shampoo_optax._storage import is_diagonal
-from shampoo_optax._strips import traffic
 from shampoo_optax._tables import aligned, human, human_bytes
+from shampoo_optax._traffic import traffic
 from shampoo_optax._transform import Layout
 
 # The efficiency of work is that of so many steps with one refresh.
@@ -133,8 +133,9 @@ def describe(
       tx: a transform with ours anywhere inside, as an alias, `optax.chain`,
         `optax.partition` or `optax.inject_hyperparams` make it. Default `None`:
         `scale_by_shampoo()`.
-      devices: the number of devices to divide blocks over, which need not exist.
-        Default `None`: as the transform's `placement` says.
+      devices: the number of devices to divide blocks over, which need not exist; where
+        parameters are divided too, that of their mesh, or 1. Default `None`: as the
+        transform's `placement` says.
 
     Returns:
       A :class:`Description`: exact numbers in its fields, a table when printed.

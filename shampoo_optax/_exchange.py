@@ -103,6 +103,11 @@ def scale(blocks: jax.Array, powers: jax.Array) -> jax.Array:
     return (blocks * half) * half
 
 
+def last_wire(asked: str | None, dtype: np.dtype) -> np.dtype:
+    """The dtype in which an update travels to the devices that hold the parameter."""
+    return jnp.dtype(asked) if asked == "bfloat16" else dtype
+
+
 def wires(plan: Plan, leaves: list, chosen: Any) -> dict[np.dtype, list[str]]:
     """The stacks that travel together, by the dtype in which they do.
 

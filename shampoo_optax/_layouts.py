@@ -8,6 +8,7 @@ import optax
 from jax.sharding import Mesh
 
 from shampoo_optax._placement import only_layouts
+from shampoo_optax._specs import check_lies
 from shampoo_optax._transform import Layout
 
 
@@ -40,11 +41,14 @@ def layouts_of(
         raise ValueError(f"`tx` must be an optax transform, got {tx!r}.")
     leaves, treedef = jax.tree.flatten(params)
     arrays = {str(n): x for n, x in enumerate(leaves) if hasattr(x, "dtype")}
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    lying = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
     found = []
 
     def init(arrays: dict[str, jax.Array]) -> list:
         given = [arrays.get(str(n), leaf) for n, leaf in enumerate(leaves)]
         state, kind = jax.tree.flatten(tx.init(treedef.unflatten(given)))
+        _check_lies(state, lying)
         ours = {n: read(x) for n, x in enumerate(state) if isinstance(x, Layout)}
         found.append((ours, kind))
         return [None if isinstance(leaf, Layout) else leaf for leaf in state]
@@ -53,3 +57,24 @@ def layouts_of(
         shapes = jax.eval_shape(init, arrays)
     ours, kind = found[-1]
     return kind.unflatten([ours.get(n, leaf) for n, leaf in enumerate(shapes)])
+
+
+def _check_lies(state: list, lying: dict[str, Any]) -> None:
+    """Refuses specs that the parameters, which `init` sees traced, do not lie by."""
+    for layout in state:
+        if isinstance(layout, Layout):
+            _check_layout(layout, lying)
+
+
+def _check_layout(layout: Layout, lying: dict[str, Any]) -> None:
+    placement = layout.placement
+    if placement is None or placement.specs is None:
+        return
+    pairs = zip(layout.paths, layout.leaves, layout.specs, strict=True)
+    known = [
+        (spec, path, lying[path])
+        for path, leaf, spec in pairs
+        if getattr(lying.get(path), "shape", None) == leaf.shape
+    ]
+    specs, names, leaves = zip(*known, strict=True) if known else ((), (), ())
+    check_lies(specs, names, leaves, placement.mesh, placement.mode == "local")

@@ -26,9 +26,23 @@ def reshard_whole(leaves: list) -> tuple[list, Callable[[list], list]]:
 def reshard_back(leaves: list, kinds: list) -> list:
     """Leaves as the shardings in their types were."""
     return [
-        leaf if kind is None or kind.mesh.empty else jax.sharding.reshard(leaf, kind)
+        leaf if kind is None or kind.mesh.empty else resharded(leaf, kind)
         for leaf, kind in zip(leaves, kinds, strict=True)
     ]
+
+
+def resharded(leaf: jax.Array, kind: NamedSharding) -> jax.Array:
+    """A leaf of this type; where it is, what types do not say of it stays."""
+    held = jax.typeof(leaf).sharding
+    same = held.mesh.axis_names == kind.mesh.axis_names
+    if same and _per_dim(held.spec, leaf.ndim) == _per_dim(kind.spec, leaf.ndim):
+        return leaf
+    return jax.sharding.reshard(leaf, kind)
+
+
+def _per_dim(spec: PartitionSpec, dims: int) -> tuple:
+    entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
+    return (*entries, *((),) * (dims - len(spec)))
 
 
 _pairs = itertools.count()

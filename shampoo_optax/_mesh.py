@@ -7,9 +7,9 @@ import jax
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shampoo_optax._lying import alike, reshard_back
+from shampoo_optax._lying import alike, reshard_back, resharded
 from shampoo_optax._placement import Placement
-from shampoo_optax._specs import Spec
+from shampoo_optax._specs import Spec, are_declared
 
 
 def _shard_map(run: Callable, placement: Placement, in_specs: Any, out_specs: Any):
@@ -80,11 +80,11 @@ def _reshard_around(
     divided = _typed(mesh, PartitionSpec(placement.axes))
     kinds = [None if leaf is None else jax.typeof(leaf).sharding for leaf in leaves]
     leaves = [
-        None if leaf is None else jax.sharding.reshard(leaf, _typed(mesh, spec))
+        None if leaf is None else resharded(leaf, _typed(mesh, spec))
         for leaf, spec in zip(leaves, specs, strict=True)
     ]
     count, rest = jax.sharding.reshard((count, rest), whole)
-    fields = jax.sharding.reshard(fields, divided)
+    fields = jax.tree.map(lambda field: resharded(field, divided), fields)
     leaves, count, fields = mapped(leaves, count, fields, *rest)
     return reshard_back(leaves, kinds), count, fields
 
@@ -99,18 +99,20 @@ def _typed(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*kept))
 
 
-def lying_alike(leaves: list, params: list, placement: Placement | None) -> list:
+def lying_alike(
+    leaves: list, params: list, paths: list, placement: Placement | None
+) -> list:
     """Brings updates to where the parameters lie, of which nothing was declared.
 
     On Auto axes, where the step has them whole; of Explicit ones types say it.
     """
-    if placement is None or placement.mesh is None or placement.specs is not None:
+    mesh = None if placement is None else placement.mesh
+    if mesh is None or mesh.size == 1 or AxisType.Auto not in mesh.axis_types:
         return leaves
-    if AxisType.Auto not in placement.mesh.axis_types:
-        return leaves
+    declared = are_declared(placement.specs, paths, params)
     return [
-        leaf if leaf is None else alike(leaf, param)
-        for leaf, param in zip(leaves, params, strict=True)
+        leaf if leaf is None or said else alike(leaf, param)
+        for leaf, param, said in zip(leaves, params, declared, strict=True)
     ]
 
 

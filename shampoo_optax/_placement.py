@@ -36,8 +36,9 @@ class Placement:
     directions go back the same way. A strip is every n-th row of a block, n being
     the number of devices, along a dimension of the merged parameter that is not
     divided, or else whose shards and blocks are multiples of n long. Where there is
-    none, as in short vectors, shards are gathered along one. Updates lie as the
-    parameters do.
+    none, as in short vectors, and in matrices that are divided along both dimensions
+    with other block sizes, shards are gathered along one. Updates lie as the parameters
+    do.
 
     With a `mesh` the update is called as any other, on whole arrays, jitted or not.
     Without one `init` and `update` are called inside your own `jax.shard_map` over
@@ -92,20 +93,25 @@ class Placement:
         whatever the case of its letters, to one or to `None` (whole), of which the
         first that is found counts, parameters without a rule being whole; or a function
         `(path: str, jax.ShapeDtypeStruct)` of the whole shape that returns one or
-        `None`. :func:`specs_of` writes down how arrays lie. Default `None`: as the
-        types say on Explicit axes, and whole on Auto axes, which is correct there too,
-        but has every gradient on each device.
+        `None`. :func:`specs_of` writes down how arrays lie. Axes are those of `axes`;
+        Explicit ones that are not are left out of types. Default `None`: as the types
+        say on Explicit axes, and whole on Auto axes. That is correct there too, and
+        updates still lie as parameters do, but every device has all gradients; and JAX
+        numbers such programs anew each time, so that its persistent cache may miss
+        them. What is declared, if only as `PartitionSpec()`, is free of both.
       mode: `"lossless"`, which cuts whole parameters into blocks and so does what is
         done without a mesh; or `"local"`, in which every device cuts its own shards
-        into blocks, and keeps and works on these: nothing is sent, and the step is that
-        without a mesh whose :class:`Batch` splits the dimensions into their shards.
-        Default `"lossless"`.
+        into blocks, and keeps and works on these, every one on what is whole: nothing
+        is sent, and the step is that without a mesh whose :class:`Batch` splits the
+        dimensions into their shards. It needs `specs` on Auto axes. Default
+        `"lossless"`.
 
     Raises:
       ValueError: if a field has a value other than those above; in `init`, if `specs`
         do not fit a parameter: an entry too many, an axis twice or not among `axes`, a
         dimension that its shards do not divide evenly, or in local mode shards that
-        do not hold whole parts of a `Batch.split`.
+        do not hold whole parts of a `Batch.split`; or if arrays are known to lie
+        otherwise than `specs` say.
 
     Examples:
       >>> import functools, jax, jax.numpy as jnp
@@ -150,7 +156,9 @@ class Placement:
     mode: Mode = "lossless"
 
     def __post_init__(self):
-        if self.mesh is not None:
+        if self.mesh is None:
+            _check_meshless(self.specs, self.mode)
+        else:
             _check_mesh(self.mesh)
         object.__setattr__(self, "axes", self._checked_axes())
         object.__setattr__(self, "dtype", _checked_dtype(self.dtype))
@@ -165,8 +173,31 @@ class Placement:
             )
         object.__setattr__(self, "specs", checked_specs(self.specs))
         check_choice("mode", self.mode, get_args(Mode))
-        if self.mesh is None:
-            _check_meshless(self.specs, self.mode)
+        if self.mode == "local":
+            self._check_local()
+
+    def _check_local(self):
+        for name, default in (("dtype", None), ("cost", "memory")):
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"`{name}` must be {default!r} in local mode, in which nothing is "
+                    f"dealt or sent, got {getattr(self, name)!r}."
+                )
+        self._check_local_axes()
+
+    def _check_local_axes(self):
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        kinds = {types[axis] for axis in self.axes}
+        if len(kinds) > 1:
+            raise ValueError(
+                "`axes` must be all Auto or all Explicit in local mode, got "
+                f"{ {axis: types[axis].name for axis in self.axes} }."
+            )
+        if self.specs is None and kinds == {AxisType.Auto}:
+            raise ValueError(
+                "`specs` must say how parameters are divided over Auto axes in local "
+                f"mode, such as specs_of(params), got {self.specs!r}."
+            )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -194,7 +225,7 @@ def _check_meshless(specs: Any, mode: Mode) -> None:
     for name, value, default in (("specs", specs, None), ("mode", mode, "lossless")):
         if value != default:
             raise ValueError(
-                f"`{name}` must have a mesh to speak of: inside your own jax.shard_map "
+                f"`{name}` must come with a `mesh`: inside your own jax.shard_map "
                 "a transform without placement, on each device's own shards, is local "
                 f"mode, got {value!r}."
             )
@@ -299,5 +330,7 @@ def check_outside(placement: Placement | None) -> None:
     if bound:
         raise ValueError(
             "`placement` with a mesh must be used outside of jax.shard_map, got a call "
-            f"inside one over {bound}: use Placement(axes={bound!r}) there."
+            f"inside one over {bound}: for parameters that are whole on every device "
+            f"use Placement(axes={bound!r}) there; for shards no placement at all, "
+            "which is local mode."
         )

@@ -12,7 +12,8 @@ from shampoo_optax._blocking import on_each, plan_of
 from shampoo_optax._config import Options
 from shampoo_optax._division import UNDIVIDED, Division, polynomial
 from shampoo_optax._placement import Placement
-from shampoo_optax._specs import Spec, shards_of, specs_for
+from shampoo_optax._rules import name_of
+from shampoo_optax._specs import Spec, check_lies, shards_of, specs_for
 from shampoo_optax._stacks import Plan, View
 
 Leaves = Sequence[Any]  # arrays or `ShapeDtypeStruct`s of whole parameters
@@ -22,13 +23,21 @@ def is_cut_locally(placement: Placement | None, owners: int) -> bool:
     """Whether every one of so many devices cuts its own shards."""
     if placement is None or placement.mode != "local":
         return False
+    return owners == math.prod(placement.sizes.values())
+
+
+def check_owners(
+    placement: Placement | None, specs: tuple[Spec, ...], owners: int
+) -> None:
+    """Refuses to plan shards of a mesh for another number of devices."""
+    if not any(map(any, specs)) and getattr(placement, "mode", None) != "local":
+        return
     devices = math.prod(placement.sizes.values())
     if owners not in (1, devices):
         raise ValueError(
-            f"`devices` must be that of the mesh, {devices}, in local mode, which cuts "
-            f"its shards, got {owners}."
+            f"`devices` must be {devices}, the mesh's, where parameters are divided "
+            f"over it, got {owners}."
         )
-    return owners == devices
 
 
 def specs_at(
@@ -37,9 +46,11 @@ def specs_at(
     """How parameters are divided; nothing where there is no mesh."""
     if placement is None or placement.mesh is None:
         return ()
-    local = placement.mode == "local"
-    given = placement.mesh, placement.axes, local
-    return specs_for(placement.specs, paths, leaves, *given)
+    mesh, local = placement.mesh, placement.mode == "local"
+    specs = specs_for(placement.specs, paths, leaves, mesh, placement.axes, local)
+    if placement.specs is not None:
+        check_lies(specs, [name_of(path) for path in paths], leaves, mesh, local)
+    return specs
 
 
 def views_at(

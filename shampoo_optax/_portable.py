@@ -28,7 +28,9 @@ def to_portable(
 
     A run saved on 8 devices goes on on 1, 4 or 16: :func:`from_portable` puts the
     same numbers into the slots of another :class:`Placement`. With several
-    processes each of them gets the whole.
+    processes each of them gets the whole. Parameters that local mode cuts apart
+    (:func:`describe` names them) are here as a :class:`Batch` has them that splits
+    them into their shards, and go on with such a one, or with the same shards.
 
     Args:
       tx: the transform that the state belongs to.
@@ -81,7 +83,8 @@ def from_portable(
     """The state of a transform from what :func:`to_portable` returned.
 
     The transform may have another :class:`Placement` than the one whose state was
-    saved, or none. All else that shapes the state, such as `blocking`, must be the
+    saved, or none; in local mode, for parameters that it cuts apart, only with the
+    same shards. All else that shapes the state, such as `blocking`, must be the
     same, but for `storage` and `metrics`, which may be switched on or off: what is
     missing starts at 0. What only pads a state becomes 0, or the identity.
 
@@ -116,7 +119,8 @@ def from_portable(
             raise ValueError(
                 f"`portable` must have an array {list(shape)} named {key!r}, got "
                 f"{found}; `blocking` and the other options that shape the state must "
-                "be those with which it was saved."
+                "be those with which it was saved, and in local mode the shards of "
+                "what it cuts apart (`cut_apart` of `describe`)."
             )
         return np.asarray(array)
 

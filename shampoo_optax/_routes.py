@@ -9,10 +9,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from shampoo_optax._specs import Spec
-from shampoo_optax._stacks import Plan, Region, View
+from shampoo_optax._stacks import Plan, Region, Stack, View
 
 Names = tuple[str, ...]  # of axes of a mesh
+Sizes = Mapping[str, int]  # of the axes that blocks are divided over, in their order
 Run = tuple[int, int, int]  # the (start, count, size) of equal blocks along an axis
 
 
@@ -30,9 +33,7 @@ class Route(NamedTuple):
     spec: Spec  # of the moved dimensions, the carrier as one
     axis: int  # of a merged slice, to which the carrier belongs
     runs: tuple[Run, ...]  # of the blocks along that axis
-    strips: tuple[
-        int, ...
-    ]  # the shape of the strips of all blocks, `[slices, *merged]`
+    strips: tuple[int, ...]  # their shape, of all blocks: `[slices, *merged]`
 
     @property
     def names(self) -> Names:
@@ -63,8 +64,8 @@ def strip_length(runs: Sequence[Run], devices: int) -> int:
     return sum(count * -(-size // devices) for _, count, size in runs)
 
 
-def lifted(region: Region) -> Region:
-    """A region of scalars as one of vectors of length 1."""
+def as_vectors(region: Region) -> Region:
+    """A region, one of scalars as such of vectors of length 1."""
     if region.block:
         return region
     return region._replace(start=(0,), grid=(1,), block=(1,), axes=(0,))
@@ -72,7 +73,7 @@ def lifted(region: Region) -> Region:
 
 def strips_of(region: Region, route: Route, devices: int) -> Region:
     """The region of strips that belongs to one of blocks."""
-    region, axis = lifted(region), route.axis
+    region, axis = as_vectors(region), route.axis
     start, block = list(region.start), list(region.block)
     before = [run for run in route.runs if run[0] < region.start[axis]]
     start[axis] = strip_length(before, devices)
@@ -81,7 +82,7 @@ def strips_of(region: Region, route: Route, devices: int) -> Region:
 
 
 def routes_of(
-    plan: Plan, specs: Sequence[Spec], sizes: Mapping[str, int]
+    plan: Plan, specs: Sequence[Spec], sizes: Sizes
 ) -> tuple[Route | None, ...]:
     """The way of every parameter; `None` for one without blocks.
 
@@ -91,7 +92,7 @@ def routes_of(
       sizes: of the axes that blocks are divided over.
     """
     runs = [{} for _ in plan.shapes]
-    for region in map(lifted, plan.regions):
+    for region in map(as_vectors, plan.regions):
         boxes = zip(region.start, region.grid, region.block, strict=True)
         for axis, run in enumerate(boxes):
             runs[region.leaf].setdefault(axis, set()).add(run)
@@ -108,28 +109,16 @@ def _route(
     leaf: int,
     spec: Spec,
     runs: list[list[Run]],
-    sizes: Mapping[str, int],
+    sizes: Sizes,
 ) -> Route:
     view, devices = plan.views[leaf], math.prod(sizes.values())
     dims, unfit = _moved(plan.shapes[leaf], view, spec, sizes)
+    dims = [_gathered(dim) if dim.source in unfit else dim for dim in dims]
     groups = groups_of(view, plan.merged[leaf] or (1,))
 
-    def price(axis: int) -> tuple:
-        group = dims[groups[axis]]
-        whole = all(dim.shards == 1 for dim in group)
-        gathers = not whole and not _in_phase(group, runs[axis], devices)
-        shards = math.prod(dim.shards for dim in group) if gathers else 1
-        padded = strip_length(runs[axis], devices) / sum(
-            n * s for _, n, s in runs[axis]
-        )
-        return shards, not whole, padded, -axis
-
-    axis = min(range(len(groups)), key=price)
-    if price(axis)[0] > 1:
-        unfit |= {dim.source for dim in dims[groups[axis]] if dim.shards > 1}
-    dims = [
-        dim._replace(names=(), shards=1) if dim.source in unfit else dim for dim in dims
-    ]
+    axis, sources = _cheapest([dims[group] for group in groups], runs, devices)
+    unfit |= sources
+    dims = [_gathered(dim) if dim.source in unfit else dim for dim in dims]
     carrier, cuts = groups[axis], runs[axis]
     if any(dim.shards > 1 for dim in dims[carrier]):
         carrier = slice(carrier.stop - 1, carrier.stop)
@@ -150,8 +139,34 @@ def _route(
     )
 
 
+def _cheapest(
+    groups: list[list[_Dim]], runs: list[list[Run]], devices: int
+) -> tuple[int, set[int]]:
+    """The axis to cut, and the parameter's dimensions to gather for that."""
+    prices = [
+        (*_price(group, run, devices), -axis)
+        for axis, (group, run) in enumerate(zip(groups, runs, strict=True))
+    ]
+    axis = prices.index(min(prices))
+    gathers = prices[axis][0] > 1
+    return axis, {dim.source for dim in groups[axis] if gathers and dim.shards > 1}
+
+
+def _price(group: list[_Dim], runs: Sequence[Run], devices: int) -> tuple:
+    """What it costs to cut along an axis: copies, then divided axes, then padding."""
+    whole = all(dim.shards == 1 for dim in group)
+    gathers = not whole and not _in_phase(group, runs, devices)
+    copies = math.prod(dim.shards for dim in group) if gathers else 1
+    rows = sum(count * size for _, count, size in runs)
+    return copies, not whole, strip_length(runs, devices) / rows
+
+
+def _gathered(dim: _Dim) -> _Dim:
+    return dim._replace(names=(), shards=1)
+
+
 def _moved(
-    shape: tuple[int, ...], view: View, spec: Spec, sizes: Mapping[str, int]
+    shape: tuple[int, ...], view: View, spec: Spec, sizes: Sizes
 ) -> tuple[list[_Dim], set[int]]:
     """The moved dimensions, and the parameter's whose parts are cut by its shards."""
     dims, unfit = [], set()
@@ -192,8 +207,8 @@ def _in_phase(group: list[_Dim], runs: Sequence[Run], devices: int) -> bool:
     Then its every `devices`-th row is so in each of its shards and of its blocks.
     """
     last = group[-1]
-    starts = all(start % devices == 0 for start, _, _ in runs)
-    return starts and (last.size // last.shards) % devices == 0
+    blocks = all(size % devices == 0 for *_, size in runs)
+    return blocks and (last.size // last.shards) % devices == 0
 
 
 def _local_view(view: View, dims: Sequence[_Dim]) -> View:
@@ -201,3 +216,35 @@ def _local_view(view: View, dims: Sequence[_Dim]) -> View:
     for place, dim in zip(view.order, dims, strict=True):
         shape[place] = dim.size // dim.shards
     return view._replace(shape=tuple(shape))
+
+
+class Form(NamedTuple):
+    """How the strips of a stack lie."""
+
+    strips: dict[int, tuple[int, ...]]  # {axis that is cut: shape of a strip}
+    width: int  # numbers sent for a slot
+    axes: np.ndarray  # [n], the axis that is cut, of each slot
+
+
+def forms_of(
+    plan: Plan, routes: Sequence[Route | None], devices: int
+) -> dict[str, Form]:
+    """How the strips of each stack lie."""
+    axes = {name: np.full(s.size, -1, np.int32) for name, s in plan.stacks.items()}
+    for region in map(as_vectors, plan.regions):
+        place = region.axes.index(routes[region.leaf].axis)
+        for piece in region.pieces:
+            axes[piece.stack][piece.slots] = place
+    forms = {}
+    for name, stack in plan.stacks.items():
+        found = sorted(set(axes[name].tolist()) - {-1})
+        strips = {axis: _strip(stack, axis, devices) for axis in found}
+        width = max(map(math.prod, strips.values()))
+        forms[name] = Form(strips, width, axes[name])
+    return forms
+
+
+def _strip(stack: Stack, axis: int, devices: int) -> tuple[int, ...]:
+    block = list(stack.block or (1,))
+    block[axis] = -(-block[axis] // devices)
+    return tuple(block)

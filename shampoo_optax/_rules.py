@@ -28,7 +28,7 @@ def checked(kind: Kind, said: Any) -> Any:
         return said
     try:
         return _checked(kind, said)
-    except (TypeError, re.error):
+    except TypeError:
         raise ValueError(
             f"`{kind.name}` must be {kind.values}, a mapping from regular expressions "
             f"to these, or a function of a path and an array, got {said!r}."
@@ -46,12 +46,29 @@ def _checked(kind: Kind, said: Any) -> Any:
 
 
 def _checked_rule(kind: Kind, path: str, value: Any) -> tuple[str, Any]:
-    re.compile(path, re.IGNORECASE)
-    return path, kind.read(value)
+    try:
+        re.compile(path, re.IGNORECASE)
+    except re.error as error:
+        raise ValueError(
+            f"`{kind.name}` must have regular expressions, got {path!r}: {error}."
+        ) from None
+    try:
+        return path, kind.read(value)
+    except TypeError:
+        raise ValueError(
+            f"`{kind.name}` must have {kind.values} or None for each regular "
+            f"expression, got {value!r} for {path!r}."
+        ) from None
 
 
 def name_of(path: tuple) -> str:
-    """A path of `jax.tree_util`, as rules and functions see it."""
+    """A path of `jax.tree_util`, as rules and functions see it.
+
+    Variables of nnx are their own `value`: that is in the path of parameters, and in
+    that of their gradients it is not.
+    """
+    if len(path) > 1 and getattr(path[-1], "name", None) == "value":
+        path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

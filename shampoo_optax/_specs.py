@@ -51,7 +51,7 @@ def specs_for(
     specs: PartitionSpec | Rules | Chooser | None,
     paths: Sequence[tuple],
     leaves: Sequence[Any],
-    mesh: Mesh | None,
+    mesh: Mesh,
     axes: Sequence[str],
     local: bool = False,
 ) -> tuple[Spec, ...]:
@@ -65,15 +65,13 @@ def specs_for(
       specs: those of a `Placement`.
       paths: of the parameters, as `jax.tree_util` has them.
       leaves: arrays, traced or not, or `ShapeDtypeStruct`s, of global shapes.
-      mesh: that of the placement; without one all parameters are whole.
+      mesh: that of the placement.
       axes: those of the placement.
       local: whether its mode is local.
 
     Raises:
       ValueError: if what is declared does not fit a parameter.
     """
-    if mesh is None:
-        return tuple(_per_dim(PartitionSpec(), leaf) for leaf in leaves)
     if specs is None:
         return tuple(
             _typed(name_of(path), leaf, mesh, axes, local)
@@ -85,7 +83,74 @@ def specs_for(
     )
 
 
-def shards_of(spec: Spec, mesh: Mesh | None) -> tuple[int, ...]:
+def are_declared(
+    specs: PartitionSpec | Rules | Chooser | None,
+    paths: Sequence[tuple],
+    leaves: Sequence[Any],
+) -> list[bool]:
+    """Whether it is declared how each parameter is divided."""
+    if specs is None:
+        return [False] * len(leaves)
+    return [
+        chosen(_KIND, specs, name_of(path), leaf) is not None
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
+
+
+def check_lies(
+    specs: Sequence[Spec],
+    names: Sequence[str],
+    leaves: Sequence[Any],
+    mesh: Mesh,
+    local: bool,
+) -> None:
+    """Refuses specs that arrays do not lie by, where they are known to lie.
+
+    Those that are divided over fewer axes than a spec says are left to the step, and,
+    unless the mode is local, also those that a spec takes as whole.
+
+    Args:
+      specs: of the parameters.
+      names: their paths.
+      leaves: arrays or `ShapeDtypeStruct`s; of those without a sharding on this mesh,
+        as of traced ones, nothing is known.
+      mesh: that of the placement.
+      local: whether its mode is local.
+
+    Raises:
+      ValueError: if an array lies otherwise.
+    """
+    for spec, path, leaf in zip(specs, names, leaves, strict=True):
+        found = _known_spec(leaf, mesh)
+        if (local or any(spec)) and not _is_within(spec, _per_dim(found, leaf)):
+            raise ValueError(
+                f"`specs` must be as the parameter lies, {found}, got "
+                f"{PartitionSpec(*(names or None for names in spec))} for "
+                f"{list(leaf.shape)} at {path!r}; specs_of(params) writes it down."
+            )
+
+
+def _is_within(spec: Spec, other: Spec) -> bool:
+    """Whether shards by a spec are parts of those by another."""
+    pairs = zip(spec, other, strict=True)
+    return all(names[: len(held)] == held for names, held in pairs)
+
+
+def _known_spec(leaf: Any, mesh: Mesh) -> PartitionSpec:
+    """How an array lies on a mesh; one of which nothing is known counts as whole."""
+    sharding = None
+    if not isinstance(leaf, jax.core.Tracer):
+        sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not _is_spec(sharding.spec):
+        return PartitionSpec()
+    same = (sharding.mesh.axis_names, sharding.mesh.axis_sizes) == (
+        mesh.axis_names,
+        mesh.axis_sizes,
+    )
+    return sharding.spec if same else PartitionSpec()
+
+
+def shards_of(spec: Spec, mesh: Mesh) -> tuple[int, ...]:
     """The number of shards along every dimension."""
     return tuple(math.prod(mesh.shape[axis] for axis in names) for names in spec)
 
@@ -135,8 +200,9 @@ def _fault(spec: Spec, leaf: Any, mesh: Mesh, axes: Sequence[str]) -> str | None
     if len(set(names)) < len(names):
         return "name no mesh axis twice"
     shards = shards_of(spec, mesh)
-    if any(side % n for side, n in zip(leaf.shape, shards, strict=True)):
-        return f"divide dimensions evenly, not into {list(shards)} shards"
+    for dim, (side, n) in enumerate(zip(leaf.shape, shards, strict=True)):
+        if side % n:
+            return f"divide dimensions evenly, not the {side} of dimension {dim} by {n}"
     return None
 
 
@@ -159,8 +225,8 @@ def specs_of(params: optax.Params) -> Rules:
       its parameter alone. Parameters without a rule are whole on every device.
 
     Raises:
-      ValueError: if a parameter is traced, or is divided in a way that is not said by
-        a `jax.sharding.NamedSharding`.
+      ValueError: if a parameter is traced or is a `ShapeDtypeStruct` without sharding,
+        or is divided in a way that is not said by a `jax.sharding.NamedSharding`.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -201,6 +267,11 @@ def _lies(path: str, leaf: Any) -> PartitionSpec:
             f"{leaf!r} at {path!r}."
         )
     sharding = getattr(leaf, "sharding", None)
+    if isinstance(leaf, jax.ShapeDtypeStruct) and sharding is None:
+        raise ValueError(
+            "`params` must have shardings, which a ShapeDtypeStruct may be given, got "
+            f"{leaf!r} at {path!r}."
+        )
     if isinstance(sharding, NamedSharding) and _is_spec(sharding.spec):
         return sharding.spec
     if sharding is None or sharding.is_fully_replicated:

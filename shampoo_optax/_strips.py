@@ -6,52 +6,27 @@ device has one of each block; a second exchange brings the strips of a block tog
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from shampoo_optax._blocking import assemble, cut_region, fill, pad
-from shampoo_optax._exchange import own_tables, power_of, scale, wires
-from shampoo_optax._routes import Names, Route, lifted, strip_length, strips_of
+from shampoo_optax._exchange import last_wire, own_tables, power_of, scale, wires
+from shampoo_optax._routes import (
+    Form,
+    Names,
+    Route,
+    Sizes,
+    as_vectors,
+    forms_of,
+    strip_length,
+    strips_of,
+)
 from shampoo_optax._stacks import Piece, Plan, Region, Stack, Stacks, per_slot
 from shampoo_optax._trees import narrow
-
-Sizes = Mapping[str, int]  # of the axes that blocks are divided over, in their order
-
-
-class Form(NamedTuple):
-    """How the strips of a stack lie."""
-
-    strips: dict[int, tuple[int, ...]]  # {axis that is cut: shape of a strip}
-    width: int  # numbers sent for a slot
-    axes: np.ndarray  # [n], the axis that is cut, of each slot
-
-
-def forms_of(
-    plan: Plan, routes: Sequence[Route | None], devices: int
-) -> dict[str, Form]:
-    """How the strips of each stack lie."""
-    axes = {name: np.full(s.size, -1, np.int32) for name, s in plan.stacks.items()}
-    for region in map(lifted, plan.regions):
-        place = region.axes.index(routes[region.leaf].axis)
-        for piece in region.pieces:
-            axes[piece.stack][piece.slots] = place
-    forms = {}
-    for name, stack in plan.stacks.items():
-        found = sorted(set(axes[name].tolist()) - {-1})
-        strips = {axis: _strip(stack, axis, devices) for axis in found}
-        width = max(map(math.prod, strips.values()))
-        forms[name] = Form(strips, width, axes[name])
-    return forms
-
-
-def _strip(stack: Stack, axis: int, devices: int) -> tuple[int, ...]:
-    block = list(stack.block or (1,))
-    block[axis] = -(-block[axis] // devices)
-    return tuple(block)
 
 
 def collect(
@@ -60,22 +35,30 @@ def collect(
     """This device's slots of the gradients of which every device has shards."""
     devices, axes = math.prod(sizes.values()), tuple(sizes)
     forms = forms_of(plan, routes, devices)
-    opened = {
-        n: _open(leaf, routes[n], sizes)
+    held = {
+        n: leaf[None]
         for n, leaf in enumerate(leaves)
         if leaf is not None and routes[n] is not None
     }
-    opened = _exchange_alike(opened, routes, sizes)
+    whole = _together(
+        _all_gather, held, lambda n: tuple(itertools.chain(*routes[n].gathered))
+    )
+    opened = {
+        n: _open(
+            _whole_along(rows, leaves[n].shape, routes[n], sizes), routes[n], sizes
+        )
+        for n, rows in whole.items()
+    }
+    opened = _together(_all_to_all, opened, lambda n: _own(routes[n], sizes))
     strips = {n: _close(rows, routes[n], sizes) for n, rows in opened.items()}
     stacks = _cut(plan, routes, forms, devices, strips)
-    found = {}
     for wire, names in wires(plan, leaves, None).items():
-        rows = [stacks[n].astype(wire).reshape(devices, -1) for n in names]
-        rows = _exchange(rows, axes)
-        found |= dict(zip(names, rows, strict=True))
+        for n in names:
+            stacks[n] = stacks[n].astype(wire).reshape(devices, -1)
+    stacks = _together(_all_to_all, stacks, lambda _: axes)
     return {
-        name: _joined(found[name], plan.share[name], forms[name], plan, axes)
-        for name in plan.stacks
+        name: _joined(rows, plan.share[name], forms[name], plan, axes)
+        for name, rows in stacks.items()
     }
 
 
@@ -98,11 +81,12 @@ def spread(
     present = [n for n, leaf in enumerate(leaves) if leaf is not None]
     strips = _paste(plan, routes, forms, devices, stacks, present)
     opened = {
-        n: _reopen(narrow(strip, _wire(dtype, leaves[n].dtype)), routes[n], sizes)
+        n: _reopen(narrow(strip, last_wire(dtype, leaves[n].dtype)), routes[n], sizes)
         for n, strip in strips.items()
     }
-    opened = _exchange_alike(opened, routes, sizes)
-    opened = _gather_alike(opened, routes, sizes)
+    opened = _together(_all_to_all, opened, lambda n: _own(routes[n], sizes))
+    copies = {n: rows[None] for n, rows in opened.items()}
+    opened = _together(_all_gather, copies, lambda n: _others(routes[n], sizes))
     return [
         _reclose(opened[n], leaf, routes[n], sizes) if n in opened else leaf
         for n, leaf in enumerate(leaves)
@@ -113,14 +97,14 @@ def _send(
     plan: Plan, forms: dict[str, Form], axes: Names, wire: np.dtype, sent: Stacks
 ) -> Stacks:
     """The strips of all slots, of blocks of which each device has its own."""
-    rows = [
-        narrow(_strips(block, plan.share[n], forms[n], plan, axes), wire)
+    rows = {
+        n: narrow(_strips(block, plan.share[n], forms[n], plan, axes), wire)
         for n, block in sent.items()
-    ]
-    rows = _exchange(rows, axes)
+    }
+    rows = _together(_all_to_all, rows, lambda _: axes)
     return {
         n: row.astype(plan.stacks[n].dtype).reshape(plan.stacks[n].size, -1)
-        for n, row in zip(sent, rows, strict=True)
+        for n, row in rows.items()
     }
 
 
@@ -131,73 +115,45 @@ def _send_scaled(
     powers = {n: power_of(block) for n, block in sent.items()}
     scaled = {n: scale(block, -powers[n]) for n, block in sent.items()}
     strips = _send(plan, forms, axes, wire, scaled)
-    row = [power.astype(jnp.float32) for power in powers.values()]
-    row = jax.lax.all_gather(jnp.concatenate(row), axes)
-    stops = np.cumsum([len(power) for power in powers.values()])[:-1]
-    parts = zip(strips.items(), jnp.split(row, stops, axis=1), strict=True)
+    rows = {n: power.astype(jnp.float32)[None] for n, power in powers.items()}
+    rows = _together(_all_gather, rows, lambda _: axes)
     return {
-        n: scale(strip, part.reshape(-1).astype(strip.dtype))
-        for (n, strip), part in parts
+        n: scale(strip, rows[n].reshape(-1).astype(strip.dtype))
+        for n, strip in strips.items()
     }
 
 
-def traffic(
-    plan: Plan,
-    routes: Sequence[Route | None],
-    sizes: Sizes,
-    dtype: str | None,
-    leaves: list,
-) -> tuple[dict[str, int], int]:
-    """Bytes that a device gets in a step, itself as a sender included.
+def _all_to_all(rows: jax.Array, names: Names) -> jax.Array:
+    """Sends row i of `[devices, numbers]` to device i of those along axes."""
+    return jax.lax.all_to_all(rows, names, 0, 0, tiled=True)
+
+
+def _all_gather(rows: jax.Array, names: Names) -> jax.Array:
+    return jax.lax.all_gather(rows, names, axis=0, tiled=True)
+
+
+def _together(
+    send: Callable[[jax.Array, Names], jax.Array],
+    rows: dict[Any, jax.Array],
+    names_of: Callable[[Any], Names],
+) -> dict[Any, jax.Array]:
+    """Sends arrays `[n, ...]` along axes; those of one dtype along the same, as one.
 
     Returns:
-      those of all exchanges of a kind, and those of directions to strips alone.
+      what arrives of each, `[m, ...]`; itself, where there are no axes.
     """
-    devices, sent = math.prod(sizes.values()), {"all-to-all": 0, "all-gather": 0}
-    forms = forms_of(plan, routes, devices)
-
-    def between_owners(chosen: str | None) -> int:
-        return sum(
-            wire.itemsize * plan.stacks[name].size * forms[name].width
-            for wire, names in wires(plan, leaves, chosen).items()
-            for name in names
-        )
-
-    for leaf, route in zip(leaves, routes, strict=True):
-        if route is None:
-            continue
-        back = jnp.dtype(_wire(dtype, leaf.dtype)).itemsize
-        shards = math.prod(sizes[name] for name in route.names)
-        strips = math.prod(route.strips)
-        if shards > 1:
-            sent["all-to-all"] += strips * (leaf.dtype.itemsize + back)
-        if shards < devices:
-            sent["all-gather"] += strips * (devices // shards) * back
-        gathered = math.prod(sizes[n] for names in route.gathered for n in names)
-        if gathered > 1:
-            sent["all-gather"] += leaf.size // shards * leaf.dtype.itemsize
-    if dtype == "float16":  # with powers of two
-        sent["all-gather"] += 4 * sum(stack.size for stack in plan.stacks.values())
-    directions = between_owners(dtype)
-    sent["all-to-all"] += between_owners(None) + directions
-    return {kind: number for kind, number in sent.items() if number}, directions
-
-
-def _wire(asked: str | None, dtype: np.dtype) -> np.dtype:
-    """The dtype in which an update travels to the devices that hold the parameter."""
-    return jnp.dtype(asked) if asked == "bfloat16" else dtype
-
-
-def _exchange(rows: list[jax.Array], axes: Names) -> list[jax.Array]:
-    """Sends row i of each array, `[devices, ...]`, to device i of those along axes."""
-    if not rows or not axes:
-        return rows
-    flat = [row.reshape(len(row), -1) for row in rows]
-    stops = np.cumsum([row.shape[1] for row in flat])[:-1]
-    sent = jnp.concatenate(flat, axis=1) if len(flat) > 1 else flat[0]
-    sent = jax.lax.all_to_all(sent, axes, 0, 0, tiled=True)
-    parts = jnp.split(sent, stops, axis=1)
-    return [part.reshape(row.shape) for part, row in zip(parts, rows, strict=True)]
+    groups = {}
+    for key, row in rows.items():
+        if names := names_of(key):
+            groups.setdefault((names, row.dtype), []).append(key)
+    found = dict(rows)
+    for (names, _), keys in groups.items():
+        flat = [rows[key].reshape(len(rows[key]), -1) for key in keys]
+        stops = np.cumsum([row.shape[1] for row in flat])[:-1]
+        parts = jnp.split(send(_concatenate(flat, 1), names), stops, axis=1)
+        for key, part in zip(keys, parts, strict=True):
+            found[key] = part.reshape(-1, *rows[key].shape[1:])
+    return found
 
 
 def _own(route: Route, sizes: Sizes) -> Names:
@@ -205,47 +161,26 @@ def _own(route: Route, sizes: Sizes) -> Names:
     return tuple(name for name in sizes if name in route.names)
 
 
-def _groups(
-    opened: dict[int, jax.Array], routes: Sequence[Route | None], sizes: Sizes
-) -> dict[tuple, list[int]]:
-    """The parameters that travel together: over the same axes, in the same dtype."""
-    groups = {}
-    for n, rows in opened.items():
-        groups.setdefault((_own(routes[n], sizes), rows.dtype), []).append(n)
-    return groups
+def _others(route: Route, sizes: Sizes) -> Names:
+    """The axes along which devices have copies of a parameter."""
+    return tuple(n for n in sizes if n not in route.names and sizes[n] > 1)
 
 
-def _exchange_alike(
-    opened: dict[int, jax.Array], routes: Sequence[Route | None], sizes: Sizes
-) -> dict[int, jax.Array]:
-    found = {}
-    for (names, _), members in _groups(opened, routes, sizes).items():
-        rows = _exchange([opened[n] for n in members], names)
-        found |= dict(zip(members, rows, strict=True))
-    return found
-
-
-def _gather_alike(
-    opened: dict[int, jax.Array], routes: Sequence[Route | None], sizes: Sizes
-) -> dict[int, jax.Array]:
-    """Adds a first dimension: over the devices along axes that hold copies."""
-    found = {}
-    for (names, _), members in _groups(opened, routes, sizes).items():
-        others = tuple(name for name in sizes if name not in names)
-        rows = [opened[n].reshape(-1) for n in members]
-        stops = np.cumsum([len(row) for row in rows])[:-1]
-        row = jnp.concatenate(rows) if len(rows) > 1 else rows[0]
-        row = jax.lax.all_gather(row, others) if others else row[None]
-        for n, part in zip(members, jnp.split(row, stops, axis=1), strict=True):
-            found[n] = part.reshape(-1, *opened[n].shape)
-    return found
+def _whole_along(
+    rows: jax.Array, shape: tuple[int, ...], route: Route, sizes: Sizes
+) -> jax.Array:
+    """Shards of a shape, `[devices, ...]`, put together along what is gathered."""
+    names = tuple(itertools.chain(*route.gathered))
+    rows = rows.reshape(*(sizes[name] for name in names), *shape)
+    order, whole = [], []
+    for dim, some in enumerate(route.gathered):
+        order += [*map(names.index, some), len(names) + dim]
+        whole.append(shape[dim] * math.prod(sizes[name] for name in some))
+    return rows.transpose(order).reshape(whole)
 
 
 def _open(leaf: jax.Array, route: Route, sizes: Sizes) -> jax.Array:
     """Cuts a shard into strips for all devices along its axes, `[devices, *part]`."""
-    for dim, names in enumerate(route.gathered):
-        if names:
-            leaf = jax.lax.all_gather(leaf, names, axis=dim, tiled=True)
     view, axis = route.view, route.carrier.start
     leaf = leaf.reshape(view.shape).transpose(view.order).reshape(route.opened)
     devices = math.prod(sizes.values())
@@ -392,7 +327,7 @@ def _paste(
 
 def _place(region: Region, routes: Sequence[Route | None]) -> int:
     """The axis of a stack along which a region's blocks are cut into strips."""
-    return lifted(region).axes.index(routes[region.leaf].axis)
+    return as_vectors(region).axes.index(routes[region.leaf].axis)
 
 
 def _own_axes(plan: Plan, axes: Names, form: Form, like: jax.Array) -> jax.Array:

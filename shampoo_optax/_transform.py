@@ -29,6 +29,7 @@ from shampoo_optax._placement import (
     owners_of,
 )
 from shampoo_optax._planning import (
+    check_owners,
     is_cut_locally,
     plan_blocks,
     plan_undivided,
@@ -132,6 +133,7 @@ def block_transform(
     def plan_for(paths: list, leaves: list) -> tuple:
         specs = specs_at(paths, leaves, placement)
         owners = owners_of(placement) if leaves else 1
+        check_owners(placement, specs, owners)
         cut = specs if is_cut_locally(placement, owners) else ()
         views = views_at(paths, leaves, cut, options, placement)
         return prepare(_structs(leaves), views, specs, owners)
@@ -169,7 +171,7 @@ def block_transform(
         fields = state._asdict()
         count = fields.pop("count")
         leaves, count, fields = run(gradients.leaves, count, fields, numbers, discard)
-        leaves = lying_alike(leaves, gradients.params, placement)
+        leaves = lying_alike(leaves, gradients.params, gradients.paths, placement)
         return gradients.rebuild(leaves), method.state(count=count, **fields)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
