@@ -1,5 +1,6 @@
 """How parameters are divided over a mesh: as declared, or as their types say."""
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -143,10 +144,13 @@ def _known_spec(leaf: Any, mesh: Mesh) -> PartitionSpec:
         sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not _is_spec(sharding.spec):
         return PartitionSpec()
-    same = (sharding.mesh.axis_names, sharding.mesh.axis_sizes) == (
-        mesh.axis_names,
-        mesh.axis_sizes,
-    )
+    return _spec_on(sharding, mesh)
+
+
+def _spec_on(sharding: NamedSharding, mesh: Mesh) -> PartitionSpec:
+    """What a sharding says; nothing if it is on another mesh."""
+    names, sizes = sharding.mesh.axis_names, sharding.mesh.axis_sizes
+    same = names == mesh.axis_names and sizes == mesh.axis_sizes
     return sharding.spec if same else PartitionSpec()
 
 
@@ -162,15 +166,11 @@ def _per_dim(spec: PartitionSpec, leaf: Any) -> Spec:
 
 def _typed(path: str, leaf: Any, mesh: Mesh, axes: Sequence[str], local: bool) -> Spec:
     """What the type says, in which Explicit axes alone appear."""
-    kind = jax.typeof(leaf).sharding
-    same = (kind.mesh.axis_names, kind.mesh.axis_sizes) == (
-        mesh.axis_names,
-        mesh.axis_sizes,
-    )
-    spec = _per_dim(kind.spec if same else PartitionSpec(), leaf)
-    if local and not {axis for names in spec for axis in names} <= set(axes):
+    kind = _spec_on(jax.typeof(leaf).sharding, mesh)
+    spec = _per_dim(kind, leaf)
+    if local and not set(itertools.chain(*spec)) <= set(axes):
         what = f"divide parameters over the placement's axes, {tuple(axes)}"
-        raise unfit(_KIND, what, kind.spec, path, leaf)
+        raise unfit(_KIND, what, kind, path, leaf)
     return tuple(tuple(axis for axis in names if axis in axes) for names in spec)
 
 
@@ -190,7 +190,7 @@ def _declared(
 
 def _fault(spec: Spec, leaf: Any, mesh: Mesh, axes: Sequence[str]) -> str | None:
     """What a declaration must do and does not."""
-    names = [axis for names in spec for axis in names]
+    names = list(itertools.chain(*spec))
     if len(spec) > len(leaf.shape):
         return "have no more entries than the parameter has dimensions"
     if not set(names) <= set(mesh.axis_names):

@@ -76,7 +76,7 @@ def spread(
     stacks = {}
     for wire, names in wires(plan, leaves, dtype).items():
         sent = {name: directions[name] for name in names}
-        send = _send_scaled if dtype is not None and wire == np.float16 else _send
+        send = _send_scaled if dtype == "float16" else _send
         stacks |= send(plan, forms, axes, wire, sent)
     present = [n for n, leaf in enumerate(leaves) if leaf is not None]
     strips = _paste(plan, routes, forms, devices, stacks, present)
