@@ -12,7 +12,7 @@ from shampoo_optax._averaging import (
     schedule_free,
     train_params,
 )
-from shampoo_optax._batch import Batch
+from shampoo_optax._blocking import Batch
 from shampoo_optax._chain import fill_absent
 from shampoo_optax._config import Axes, Blocking, Storage
 from shampoo_optax._decay import DecayWeightsState, decay_weights

@@ -9,7 +9,7 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._checks import check_choice, check_integer
-from shampoo_optax._lying import beside
+from shampoo_optax._reshard import place_scalars
 
 
 def multi_steps(
@@ -76,7 +76,7 @@ def multi_steps(
     )
 
     def init_fn(params: optax.Params) -> optax.MultiStepsState:
-        return beside(steps.init(params), params)
+        return place_scalars(steps.init(params), params)
 
     def update_fn(
         updates: optax.Updates,

@@ -17,7 +17,7 @@ from shampoo_optax._checks import (
 )
 from shampoo_optax._config import Stored
 from shampoo_optax._decay import check_decay, decay_rate, rate_at
-from shampoo_optax._lying import beside
+from shampoo_optax._reshard import place_scalars
 from shampoo_optax._trees import (
     advance,
     next_count,
@@ -315,7 +315,7 @@ def _iterate_averaging(
             weight_sum=jnp.zeros((), widest),
             train_coefficient=jnp.array(train_coefficient, widest),
         )
-        return beside(state, params)
+        return place_scalars(state, params)
 
     def update_fn(
         updates: optax.Updates,

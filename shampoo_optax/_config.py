@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from shampoo_optax._batch import Blocking
+from shampoo_optax._blocking import Blocking
 from shampoo_optax._checks import (
     Exponents,
     Graft,

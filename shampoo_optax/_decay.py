@@ -9,6 +9,7 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._checks import (
+from shampoo_optax._reshard import place_scalars
     Decay,
     Mask,
     ScalarOrSchedule,
@@ -16,7 +17,6 @@ from shampoo_optax._checks import (
     check_number,
     check_rate,
 )
-from shampoo_optax._lying import beside
 from shampoo_optax._trees import next_count, require_params, tree_map, wide
 
 
@@ -145,7 +145,7 @@ def decay_weights(
     check_mask(mask)
 
     def init_fn(params: optax.Params) -> DecayWeightsState:
-        return beside(DecayWeightsState(jnp.zeros((), jnp.int32)), params)
+        return place_scalars(DecayWeightsState(jnp.zeros((), jnp.int32)), params)
 
     def update_fn(
         updates: optax.Updates,

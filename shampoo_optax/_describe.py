@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shampoo_optax._blocking import unpadded_sides
 from shampoo_optax._checks import check_integer
+from shampoo_optax._cutting import unpadded_sides
 from shampoo_optax._exchange import wires
 from shampoo_optax._flops import Flops, count_flops
 from shampoo_optax._layouts import layouts_of
-from shampoo_optax._places import Slots, cut_apart, slots_of
 from shampoo_optax._routes import routes_of
 from shampoo_optax._shampoo import scale_by_shampoo
+from shampoo_optax._slots import Slots, cut_apart, slots_of
 from shampoo_optax._stacks import Inputs, Plan
 from shampoo_optax._storage import is_diagonal
 from shampoo_optax._tables import aligned, human, human_bytes

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from shampoo_optax._checks import check_integer, check_number
 from shampoo_optax._layouts import layouts_of
-from shampoo_optax._places import Slots, slots_of
+from shampoo_optax._slots import Slots, slots_of
 from shampoo_optax._tables import aligned
 from shampoo_optax._transform import Layout
 

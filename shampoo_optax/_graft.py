@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shampoo_optax._batch import views_of
-from shampoo_optax._blocking import cut, paste, plan_of
+from shampoo_optax._blocking import views_of
 from shampoo_optax._config import Blocking
+from shampoo_optax._cutting import cut, paste, plan_of
 from shampoo_optax._grafting import take_norms
 from shampoo_optax._leaves import check_leaves
-from shampoo_optax._lying import reshard_whole
+from shampoo_optax._reshard import reshard_whole
 from shampoo_optax._stacks import Stacks, bundles
 from shampoo_optax._trees import is_none, narrow, wide
 

@@ -7,8 +7,8 @@ import jax
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shampoo_optax._lying import alike, reshard_back, resharded
 from shampoo_optax._placement import Placement
+from shampoo_optax._reshard import reshard_back, reshard_like, resharded
 from shampoo_optax._specs import Spec, are_declared
 
 
@@ -99,7 +99,7 @@ def _typed(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*kept))
 
 
-def lying_alike(
+def reshard_like_params(
     leaves: list, params: list, paths: list, placement: Placement | None
 ) -> list:
     """Brings updates to where the parameters lie, of which nothing was declared.
@@ -111,7 +111,7 @@ def lying_alike(
         return leaves
     declared = are_declared(placement.specs, paths, params)
     return [
-        leaf if leaf is None or said else alike(leaf, param)
+        leaf if leaf is None or said else reshard_like(leaf, param)
         for leaf, param, said in zip(leaves, params, declared, strict=True)
     ]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from shampoo_optax._batch import views_of
-from shampoo_optax._blocking import on_each, plan_of
+from shampoo_optax._blocking import views_of
 from shampoo_optax._config import Options
+from shampoo_optax._cutting import on_each, plan_of
 from shampoo_optax._division import UNDIVIDED, Division, polynomial
 from shampoo_optax._placement import Placement
 from shampoo_optax._rules import name_of

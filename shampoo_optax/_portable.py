@@ -11,8 +11,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shampoo_optax._places import places_of
 from shampoo_optax._shardings import abstract, find_ours, is_ours, mesh_of, shardings_of
+from shampoo_optax._slots import region_slots
 from shampoo_optax._stacks import Region
 from shampoo_optax._storage import is_packed, pack, side_of, unpack
 from shampoo_optax._transform import Layout
@@ -251,7 +251,7 @@ def _entries(name: str, layout: Layout, state: Any) -> Iterator[tuple]:
       the name of a portable array, the parts of the state that make it up, and the
       axes of these in the order of the portable array.
     """
-    for region, slots in places_of(layout):
+    for region, slots in region_slots(layout):
         start = ",".join(map(str, region.start))
         end = f"/{layout.paths[region.leaf]}/{start}"
         for field, stacks in _by_stack(state):

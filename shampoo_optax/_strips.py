@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shampoo_optax._blocking import assemble, cut_region, fill, pad
+from shampoo_optax._cutting import assemble, cut_region, fill, pad
 from shampoo_optax._exchange import last_wire, own_tables, power_of, scale, wires
 from shampoo_optax._routes import (
     Form,

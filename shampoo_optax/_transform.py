@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shampoo_optax._blocking import (
+from shampoo_optax._config import Options
+from shampoo_optax._cutting import (
     cut,
     paste,
     present_slots,
     unpadded_sides,
 )
-from shampoo_optax._config import Options
 from shampoo_optax._exchange import gather, mean_own_blocks, own_blocks, own_tables
 from shampoo_optax._idle import warn_if_idle
 from shampoo_optax._leaves import read_gradients, read_params
-from shampoo_optax._mesh import lying_alike, on_mesh, on_shares
+from shampoo_optax._mesh import on_mesh, on_shares, reshard_like_params
 from shampoo_optax._placement import (
     Placement,
     check_outside,
@@ -171,7 +171,9 @@ def block_transform(
         fields = state._asdict()
         count = fields.pop("count")
         leaves, count, fields = run(gradients.leaves, count, fields, numbers, discard)
-        leaves = lying_alike(leaves, gradients.params, gradients.paths, placement)
+        leaves = reshard_like_params(
+            leaves, gradients.params, gradients.paths, placement
+        )
         return gradients.rebuild(leaves), method.state(count=count, **fields)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shampoo_optax as so
-from shampoo_optax._blocking import plan_of
+from shampoo_optax._cutting import plan_of
 from shampoo_optax._division import UNDIVIDED, Division, memory
 
 SMALL = so.Blocking(8)

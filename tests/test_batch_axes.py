@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 import shampoo_optax as so
-from shampoo_optax import _batch, _blocking
+from shampoo_optax import _blocking
 
 # {parameter: (shape, what is declared, its slices by hand)}
 FORMS = {
@@ -376,9 +376,9 @@ def test_slices_are_cut_and_put_back(data):
     }
     leaf = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
     blocking = so.Blocking(None, None, batch=so.Batch(axes, split))
-    views = _batch.views_of(blocking.batch, [()], [leaf])
-    plan = _blocking.plan_of([leaf], blocking, views=views)
-    (blocks,) = _blocking.cut(plan, [jnp.asarray(leaf)]).values()
+    views = _blocking.views_of(blocking.batch, [()], [leaf])
+    plan = _cutting.plan_of([leaf], blocking, views=views)
+    (blocks,) = _cutting.cut(plan, [jnp.asarray(leaf)]).values()
     parts = [
         side if role == "batch" else split.get(axis, 1)
         for axis, (side, role) in enumerate(zip(shape, roles, strict=True))
@@ -391,7 +391,7 @@ def test_slices_are_cut_and_put_back(data):
         )
         wanted.append(leaf[where])
     np.testing.assert_array_equal(blocks, np.stack(wanted))
-    (back,) = _blocking.paste(plan, {next(iter(plan.stacks)): blocks}, [leaf])
+    (back,) = _cutting.paste(plan, {next(iter(plan.stacks)): blocks}, [leaf])
     np.testing.assert_array_equal(back, leaf)
 
 

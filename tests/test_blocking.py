@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shampoo_optax as so
-from shampoo_optax import _blocking
+from shampoo_optax import _cutting
 
 TABLES = json.loads((golden.DATA / "tables.json").read_text())
 MERGES = TABLES["merge_small_dims"]
@@ -58,19 +58,19 @@ def test_tables_are_whole():
 @pytest.mark.parametrize("row", MERGES, ids=row_id)
 def test_merge_table_from_the_trailing_side(row):
     blocking = blocking_of(row["threshold"], row["target"], "trailing")
-    assert _blocking.merge_shape(tuple(row["shape"]), blocking) == tuple(row["out"])
+    assert _cutting.merge_shape(tuple(row["shape"]), blocking) == tuple(row["out"])
 
 
 @pytest.mark.parametrize("row", MERGES, ids=row_id)
 def test_merge_table_mirrored_for_the_leading_side(row):
     blocking = blocking_of(row["threshold"], row["target"], "leading")
     shape, merged = tuple(row["shape"][::-1]), tuple(row["out"][::-1])
-    assert _blocking.merge_shape(shape, blocking) == merged
+    assert _cutting.merge_shape(shape, blocking) == merged
 
 
 @pytest.mark.parametrize("shape, size, merge_to, merged", LEADING)
 def test_merge_from_the_leading_side(shape, size, merge_to, merged):
-    assert _blocking.merge_shape(shape, so.Blocking(size, merge_to)) == merged
+    assert _cutting.merge_shape(shape, so.Blocking(size, merge_to)) == merged
 
 
 @pytest.mark.parametrize("row", SPLITS, ids=row_id)
@@ -79,7 +79,7 @@ def test_split_table(row):
     blocking = blocking_of(row["split"], None, "trailing")
     size = math.prod(row["shape"])
     leaf = jnp.arange(size, dtype=jnp.float32).reshape(row["shape"])
-    stacks = _blocking.cut(_blocking.plan_of([leaf], blocking), [leaf])
+    stacks = _cutting.cut(_cutting.plan_of([leaf], blocking), [leaf])
     first = {}
     for stack in stacks.values():
         for block in stack:
@@ -151,8 +151,8 @@ def test_cut_and_paste_round_trip(leaf_shapes, blocking, data):
     ]
     present = [data.draw(st.booleans()) for _ in leaves]
     given_leaves = [x if p else None for x, p in zip(leaves, present, strict=True)]
-    plan = _blocking.plan_of(leaves, blocking)
-    stacks = _blocking.cut(
+    plan = _cutting.plan_of(leaves, blocking)
+    stacks = _cutting.cut(
         plan, [None if x is None else jnp.asarray(x) for x in given_leaves]
     )
     limit = blocking.block_size or math.inf
@@ -169,7 +169,7 @@ def test_cut_and_paste_round_trip(leaf_shapes, blocking, data):
         ]
     )
     np.testing.assert_array_equal(np.sort(entries), np.sort(wanted))
-    back = _blocking.paste(plan, stacks, given_leaves)
+    back = _cutting.paste(plan, stacks, given_leaves)
     for got, want in zip(back, given_leaves, strict=True):
         assert (got is None) == (want is None)
         if want is not None:
@@ -179,9 +179,9 @@ def test_cut_and_paste_round_trip(leaf_shapes, blocking, data):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_blocks_are_float32_and_leaves_come_back_as_they_were(dtype):
     leaf = helpers.normals(0, 7, 5, dtype=dtype)
-    plan = _blocking.plan_of([leaf], so.Blocking(4))
-    stacks = _blocking.cut(plan, [leaf])
+    plan = _cutting.plan_of([leaf], so.Blocking(4))
+    stacks = _cutting.cut(plan, [leaf])
     assert {stack.dtype for stack in stacks.values()} == {jnp.dtype(jnp.float32)}
-    (back,) = _blocking.paste(plan, stacks, [leaf])
+    (back,) = _cutting.paste(plan, stacks, [leaf])
     assert back.dtype == dtype
     np.testing.assert_array_equal(back, leaf)

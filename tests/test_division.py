@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shampoo_optax as so
-from shampoo_optax._blocking import plan_of
+from shampoo_optax._cutting import plan_of
 from shampoo_optax._division import SLACK, Division, deal, memory, polynomial
 
 COSTS = {"memory": memory, "work": polynomial((0.0, 0.0, 0.0, 1.0))}

@@ -17,7 +17,7 @@ import oracle
 import pytest
 
 import shampoo_optax as so
-from shampoo_optax._blocking import unpadded_sides
+from shampoo_optax._cutting import unpadded_sides
 
 rms, inverse_free = so.scale_by_root_free_rms, so.scale_by_inverse_free_shampoo
 trace = functools.partial(helpers.trace, jit=helpers.quick_jit)

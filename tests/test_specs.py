@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shampoo_optax as so
-from shampoo_optax._batch import views_of
+from shampoo_optax._blocking import views_of
 from shampoo_optax._specs import shards_of, specs_for
 
 P = PartitionSpec

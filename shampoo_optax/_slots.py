@@ -25,14 +25,14 @@ class Slots(NamedTuple):
     stop: int
 
 
-class Place(NamedTuple):
+class RegionSlots(NamedTuple):
     """Where the equal blocks of a region lie."""
 
     region: Region
     slots: tuple[tuple[str, np.ndarray], ...]  # (stack, [copies, n]), in their order
 
 
-def places_of(layout: Layout) -> Iterator[Place]:
+def region_slots(layout: Layout) -> Iterator[RegionSlots]:
     """The places of all blocks, region by region.
 
     In local mode the regions are those of whole parameters where these have the same
@@ -40,7 +40,7 @@ def places_of(layout: Layout) -> Iterator[Place]:
     """
     if not layout.local:
         for region in layout.plan.regions:
-            yield Place(
+            yield RegionSlots(
                 region,
                 tuple(
                     (piece.stack, np.arange(piece.slot, piece.slot + piece.size)[None])
@@ -60,7 +60,7 @@ def places_of(layout: Layout) -> Iterator[Place]:
 def slots_of(layout: Layout) -> dict[str, tuple[Slots, ...]]:
     """Where the blocks of each parameter are, in their order."""
     slots = {path: () for path in layout.paths}
-    for place in places_of(layout):
+    for place in region_slots(layout):
         path = layout.paths[place.region.leaf]
         for stack, (first, *_) in place.slots:
             for run in np.split(first, np.flatnonzero(np.diff(first) != 1) + 1):
@@ -87,10 +87,10 @@ def _differing(one: Plan, other: Plan) -> set[int]:
 
 def _local_place(
     plan: Plan, region: Region, held: Mapping[Key, list[tuple[str, int]]]
-) -> Place:
+) -> RegionSlots:
     found = [held[key] for key in _keys(plan, region)]
     slots = np.array([[slot for _, slot in copies] for copies in found]).T
-    return Place(region, ((found[0][0][0], slots),))
+    return RegionSlots(region, ((found[0][0][0], slots),))
 
 
 def _held(layout: Layout) -> dict[int, dict[Key, list[tuple[str, int]]]]:

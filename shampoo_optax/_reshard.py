@@ -48,7 +48,7 @@ def _per_dim(spec: PartitionSpec, dims: int) -> tuple:
 _pairs = itertools.count()
 
 
-def alike(leaf: jax.Array, param: jax.Array) -> jax.Array:
+def reshard_like(leaf: jax.Array, param: jax.Array) -> jax.Array:
     """An array where another lies, which in a trace the compiler knows."""
     if isinstance(leaf, jax.core.Tracer) or isinstance(param, jax.core.Tracer):
         # Without it all pairs of a shape would lie alike: jax lowers equals once.
@@ -59,7 +59,7 @@ def alike(leaf: jax.Array, param: jax.Array) -> jax.Array:
     return jax.device_put(leaf, param.sharding) if there else leaf
 
 
-def beside(state: Any, params: optax.Params) -> Any:
+def place_scalars(state: Any, params: optax.Params) -> Any:
     """Puts the scalars of a first state on the mesh of the parameters, if there is one.
 
     Where they are after an update: `jax.jit` compiles anew for what lies elsewhere.
