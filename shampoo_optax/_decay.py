@@ -9,7 +9,6 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._checks import (
-from shampoo_optax._reshard import place_scalars
     Decay,
     Mask,
     ScalarOrSchedule,
@@ -17,6 +16,7 @@ from shampoo_optax._reshard import place_scalars
     check_number,
     check_rate,
 )
+from shampoo_optax._reshard import place_scalars
 from shampoo_optax._trees import next_count, require_params, tree_map, wide
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 import shampoo_optax as so
-from shampoo_optax import _blocking
+from shampoo_optax import _blocking, _cutting
 
 # {parameter: (shape, what is declared, its slices by hand)}
 FORMS = {
