@@ -11,10 +11,12 @@ from shampoo_optax._batch import Blocking
 from shampoo_optax._checks import (
     Exponents,
     Graft,
+    Period,
     check_choice,
     check_exponents,
     check_integer,
     check_number,
+    check_period,
     is_known,
     is_number,
 )
@@ -140,7 +142,7 @@ class Options:
     b2: ArrayLike = 1.0
     b3: ArrayLike | None
     eps: ArrayLike = 0.0
-    refresh_every: ArrayLike = 1
+    refresh_every: Period = 1
     start: ArrayLike | None
     bias_correction: bool
     drop_weighting: bool = False
@@ -209,16 +211,20 @@ class Options:
             check_number(name, value, **bounds)
 
     def _check_refresh(self):
-        check_integer("refresh_every", self.refresh_every)
+        check_period("refresh_every", self.refresh_every)
         if self.start is None:
             return
         check_integer("start", self.start)
-        known = is_known(self.start) and is_known(self.refresh_every)
+        known = is_known(self.start) and self._has_known_period
         if known and self.start < self.refresh_every:
             raise ValueError(
                 "`start` must be at least `refresh_every` "
                 f"({self.refresh_every!r}), got {self.start!r}."
             )
+
+    @property
+    def _has_known_period(self) -> bool:
+        return is_known(self.refresh_every) and not callable(self.refresh_every)
 
     def _check_graft(self):
         check_choice("graft", self.graft, (None, *get_args(Graft)))

@@ -4,7 +4,7 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._chain import AliasDecay, descend
-from shampoo_optax._checks import Exponents, Graft, Mask, ScalarOrSchedule
+from shampoo_optax._checks import Exponents, Graft, Mask, Period, ScalarOrSchedule
 from shampoo_optax._config import Axes, Blocking, Options, Storage
 from shampoo_optax._methods import Eigh, Root
 from shampoo_optax._placement import Placement
@@ -18,7 +18,7 @@ def scale_by_kl_shampoo(
     *,
     relative_eps: ArrayLike | None = None,
     b3: ArrayLike | None = None,
-    refresh_every: ArrayLike = 10,
+    refresh_every: Period = 10,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     drop_weighting: bool = False,
@@ -74,7 +74,8 @@ def scale_by_kl_shampoo(
         `PseudoInverse`.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
-      refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
+      refresh_every: steps from one refresh to the next, an integer >= 1, or a schedule
+        that maps the number of steps taken to one. Default 10.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         the plain gradient where there is none. Default `None`.
@@ -179,7 +180,7 @@ def kl_shampoo(
     *,
     relative_eps: ArrayLike | None = None,
     b3: ArrayLike | None = None,
-    refresh_every: ArrayLike = 10,
+    refresh_every: Period = 10,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     drop_weighting: bool = False,
@@ -227,7 +228,8 @@ def kl_shampoo(
         `PseudoInverse`.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
-      refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
+      refresh_every: steps from one refresh to the next, an integer >= 1, or a schedule
+        that maps the number of steps taken to one. Default 10.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         the plain gradient where there is none. Default `None`.

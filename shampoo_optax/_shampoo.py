@@ -9,7 +9,7 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._balance import balance_of, balanced, balanced_fields
-from shampoo_optax._checks import Exponents, Graft
+from shampoo_optax._checks import Exponents, Graft, Period
 from shampoo_optax._config import Axes, Blocking, Options, Storage
 from shampoo_optax._factors import (
     factored_axes,
@@ -149,7 +149,7 @@ def scale_by_shampoo(
     *,
     relative_eps: ArrayLike | None = None,
     b3: ArrayLike | None = None,
-    refresh_every: ArrayLike = 10,
+    refresh_every: Period = 10,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     drop_weighting: bool = False,
@@ -185,6 +185,13 @@ def scale_by_shampoo(
     :math:`P \propto L^{-1/4} \hat G R^{-1/4}`. Refreshes are at the steps `start`
     and, after it, at the multiples of `refresh_every`; other steps do no root work.
 
+    Where `refresh_every` is a schedule, step t, counted from 1, goes by the period
+    `refresh_every(t - 1)`, rounded and at least 1, and `start` is the first one: with
+    `optax.piecewise_constant_schedule(1, {100: 10})` each of 100 steps refreshes,
+    and then every tenth. Take one that stays at each value for long. Apart from that,
+    a basis that is still good may be kept at a refresh: `tolerance` of
+    :class:`EighBasis` and :class:`QRBasis`, for SOAP and :class:`Eigendecomposed`.
+
     The direction has the gradient's sign and no step size: chain it with
     `optax.scale_by_learning_rate`, or take :func:`shampoo`. Statistics are kept in
     float32, or float64 for float64 parameters; every product runs at the highest
@@ -215,7 +222,8 @@ def scale_by_shampoo(
         0 with `PseudoInverse`.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
-      refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
+      refresh_every: steps from one refresh to the next, an integer >= 1, or a schedule
+        that maps the number of steps taken to one. Default 10.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         the plain gradient where there is none. Default `None`.

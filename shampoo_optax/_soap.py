@@ -18,6 +18,7 @@ from shampoo_optax._bases import (
 )
 from shampoo_optax._checks import (
     Graft,
+    Period,
     check_choice,
     check_exponents,
     check_integer,
@@ -263,7 +264,7 @@ def scale_by_soap(
     *,
     exponents: Mapping[int, float] | None = None,
     b3: ArrayLike | None = None,
-    refresh_every: ArrayLike = 10,
+    refresh_every: Period = 10,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     drop_weighting: bool = False,
@@ -326,7 +327,8 @@ def scale_by_soap(
         Default `None`: 1/2.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
-      refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
+      refresh_every: steps from one refresh to the next, an integer >= 1, or a schedule
+        that maps the number of steps taken to one. Default 10.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         Adam in the unrotated basis where there is none. Default `None`.

@@ -30,6 +30,7 @@ from shampoo_optax._grafting import (
     zero_blocks,
 )
 from shampoo_optax._metrics import Metrics, refresh_metrics, step_metrics
+from shampoo_optax._periods import first_refresh, period_at
 from shampoo_optax._refresh import Derived, Report
 from shampoo_optax._stacks import (
     AxisStacks,
@@ -129,8 +130,8 @@ def begin(inputs: Inputs, options: Options, whiten: Whiten | None = None) -> Ste
     }
     blocks = split(entries, groups, inputs.blocks)
     factors = update_factors(factors, blocks, usable, options, whiten)
-    every = jnp.asarray(options.refresh_every, jnp.int32)
-    start = every if options.start is None else jnp.asarray(options.start, jnp.int32)
+    every = period_at(options, count)
+    start = first_refresh(options, every)
     due = (count == start) | ((count > start) & (count % every == 0))
     return Step(
         inputs, blocks, usable, groups, entries, kept, factors, due, count >= start
