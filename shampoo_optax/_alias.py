@@ -25,6 +25,7 @@ def shampoo(
     relative_eps: ArrayLike | None = None,
     b3: ArrayLike | None = None,
     refresh_every: Period = 10,
+    statistics_every: ArrayLike = 1,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     exponents: Exponents | None = None,
@@ -76,6 +77,8 @@ def shampoo(
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
       refresh_every: steps from one refresh to the next, an integer >= 1, or a schedule
         that maps the number of steps taken to one. Default 10.
+      statistics_every: steps from one update of the factors to the next, an integer
+        from 1 to `refresh_every`. Default 1.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         the plain gradient where there is none. Default `None`.
@@ -158,6 +161,7 @@ def shampoo(
         relative_eps=relative_eps,
         b3=b3,
         refresh_every=refresh_every,
+        statistics_every=statistics_every,
         start=start,
         bias_correction=bias_correction,
         exponents=exponents,
@@ -200,6 +204,7 @@ def soap(
     exponents: Mapping[int, float] | None = None,
     b3: ArrayLike | None = None,
     refresh_every: Period = 10,
+    statistics_every: ArrayLike = 1,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     decay: AliasDecay = "decoupled",
@@ -238,6 +243,8 @@ def soap(
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
       refresh_every: steps from one refresh to the next, an integer >= 1, or a schedule
         that maps the number of steps taken to one. Default 10.
+      statistics_every: steps from one update of the factors to the next, an integer
+        from 1 to `refresh_every`. Default 1.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the method is Adam. Default `None`.
       bias_correction: whether second moments and filtered gradient are divided by
@@ -307,6 +314,7 @@ def soap(
         exponents=exponents,
         b3=b3,
         refresh_every=refresh_every,
+        statistics_every=statistics_every,
         start=start,
         bias_correction=bias_correction,
         ignored_axes=ignored_axes,

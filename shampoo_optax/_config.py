@@ -1,7 +1,7 @@
 """Records that shape the state and the trace, and the arguments of a transform."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import jax.numpy as jnp
@@ -143,6 +143,7 @@ class Options:
     b3: ArrayLike | None
     eps: ArrayLike = 0.0
     refresh_every: Period = 1
+    statistics_every: ArrayLike = 1
     start: ArrayLike | None
     bias_correction: bool
     drop_weighting: bool = False
@@ -212,6 +213,13 @@ class Options:
 
     def _check_refresh(self):
         check_period("refresh_every", self.refresh_every)
+        check_integer("statistics_every", self.statistics_every)
+        known = is_known(self.statistics_every) and self._has_known_period
+        if known and self.statistics_every > self.refresh_every:
+            raise ValueError(
+                "`statistics_every` must be at most `refresh_every` "
+                f"({self.refresh_every!r}), got {self.statistics_every!r}."
+            )
         if self.start is None:
             return
         check_integer("start", self.start)
@@ -221,6 +229,11 @@ class Options:
                 "`start` must be at least `refresh_every` "
                 f"({self.refresh_every!r}), got {self.start!r}."
             )
+
+    @property
+    def at_once(self) -> "Options":
+        """The same with statistics at every step."""
+        return replace(self, statistics_every=1)
 
     @property
     def _has_known_period(self) -> bool:

@@ -19,6 +19,7 @@ def scale_by_kl_shampoo(
     relative_eps: ArrayLike | None = None,
     b3: ArrayLike | None = None,
     refresh_every: Period = 10,
+    statistics_every: ArrayLike = 1,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     drop_weighting: bool = False,
@@ -76,6 +77,8 @@ def scale_by_kl_shampoo(
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
       refresh_every: steps from one refresh to the next, an integer >= 1, or a schedule
         that maps the number of steps taken to one. Default 10.
+      statistics_every: steps from one update of the factors to the next, an integer
+        from 1 to `refresh_every`. Default 1.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         the plain gradient where there is none. Default `None`.
@@ -151,6 +154,7 @@ def scale_by_kl_shampoo(
         relative_eps=relative_eps,
         b3=b3,
         refresh_every=refresh_every,
+        statistics_every=statistics_every,
         start=start,
         bias_correction=bias_correction,
         drop_weighting=drop_weighting,
@@ -181,6 +185,7 @@ def kl_shampoo(
     relative_eps: ArrayLike | None = None,
     b3: ArrayLike | None = None,
     refresh_every: Period = 10,
+    statistics_every: ArrayLike = 1,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     drop_weighting: bool = False,
@@ -230,6 +235,8 @@ def kl_shampoo(
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
       refresh_every: steps from one refresh to the next, an integer >= 1, or a schedule
         that maps the number of steps taken to one. Default 10.
+      statistics_every: steps from one update of the factors to the next, an integer
+        from 1 to `refresh_every`. Default 1.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         the plain gradient where there is none. Default `None`.
@@ -317,6 +324,7 @@ def kl_shampoo(
         relative_eps=relative_eps,
         b3=b3,
         refresh_every=refresh_every,
+        statistics_every=statistics_every,
         start=start,
         bias_correction=bias_correction,
         drop_weighting=drop_weighting,

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from shampoo_optax._checks import is_static
 from shampoo_optax._config import Options
+from shampoo_optax._factors import statistics_correction
 
 
 def period_at(options: Options, count: jax.Array) -> jax.Array:
@@ -39,9 +40,9 @@ def statistics_due(options: Options, count: jax.Array) -> jax.Array:
     return count % jnp.asarray(options.statistics_every, count.dtype) == 0
 
 
-def statistics_count(options: Options, count: jax.Array) -> jax.Array:
-    """How many of the steps up to `count` had statistics, but at least 1, [], int32."""
-    if takes_all_statistics(options):
-        return count
-    every = jnp.asarray(options.statistics_every, count.dtype)
-    return jnp.maximum(count // every, 1)
+def factor_correction(options: Options, count: jax.Array) -> jax.Array:
+    """What factors are divided by: as many powers of b2 as they had statistics."""
+    if not takes_all_statistics(options):
+        every = jnp.asarray(options.statistics_every, count.dtype)
+        count = jnp.maximum(count // every, 1)
+    return statistics_correction(options, count)

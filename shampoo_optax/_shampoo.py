@@ -16,11 +16,11 @@ from shampoo_optax._factors import (
     factored_memory,
     identity_bases,
     identity_roots,
-    statistics_correction,
     unit_eigenvalues,
 )
 from shampoo_optax._methods import Eigendecomposed, Eigh, Root
 from shampoo_optax._metrics import Metrics
+from shampoo_optax._periods import factor_correction
 from shampoo_optax._placement import Placement
 from shampoo_optax._preconditioning import precondition
 from shampoo_optax._refresh import Derived, Report
@@ -87,6 +87,7 @@ def shampoo_transform(
         partial(_init_fields, options),
         partial(_step, options, whitened),
         partial(factored_memory, options),
+        partial(_step, options.at_once, whitened),
     )
     return block_transform(method, options, placement)
 
@@ -133,7 +134,7 @@ def _step(
             usable=step.usable,
             sides=inputs.sides,
             exponents=exponents,
-            correction=statistics_correction(options, inputs.count),
+            correction=factor_correction(options, inputs.count),
             options=options,
         )
 
@@ -150,6 +151,7 @@ def scale_by_shampoo(
     relative_eps: ArrayLike | None = None,
     b3: ArrayLike | None = None,
     refresh_every: Period = 10,
+    statistics_every: ArrayLike = 1,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     drop_weighting: bool = False,
@@ -192,6 +194,12 @@ def scale_by_shampoo(
     a basis that is still good may be kept at a refresh: `tolerance` of
     :class:`EighBasis` and :class:`QRBasis`, for SOAP and :class:`Eigendecomposed`.
 
+    With `statistics_every` of n, factors change at the multiples of n alone, with
+    :math:`c = 1 - b_2^{\lfloor t / n \rfloor}`, and other steps have no Gram products:
+    an average then remembers n times as many steps. All other averages, the second
+    moments of SOAP among them, go on at every step. Where n divides the period, every
+    refresh has the statistics of its own step.
+
     The direction has the gradient's sign and no step size: chain it with
     `optax.scale_by_learning_rate`, or take :func:`shampoo`. Statistics are kept in
     float32, or float64 for float64 parameters; every product runs at the highest
@@ -224,6 +232,8 @@ def scale_by_shampoo(
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
       refresh_every: steps from one refresh to the next, an integer >= 1, or a schedule
         that maps the number of steps taken to one. Default 10.
+      statistics_every: steps from one update of the factors to the next, an integer
+        from 1 to `refresh_every`. Default 1.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         the plain gradient where there is none. Default `None`.
@@ -307,6 +317,7 @@ def scale_by_shampoo(
         relative_eps=relative_eps,
         b3=b3,
         refresh_every=refresh_every,
+        statistics_every=statistics_every,
         start=start,
         bias_correction=bias_correction,
         drop_weighting=drop_weighting,

@@ -35,6 +35,7 @@ from shampoo_optax._factors import (
 from shampoo_optax._grafting import keeps_filtered, zero_blocks
 from shampoo_optax._methods import Basis, EighBasis, check_basis
 from shampoo_optax._metrics import Metrics
+from shampoo_optax._periods import factor_correction
 from shampoo_optax._placement import Placement
 from shampoo_optax._preconditioning import precondition
 from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, per_slot
@@ -119,6 +120,7 @@ def soap_transform(
         partial(_init_fields, options, rules),
         partial(_step, options, rules),
         partial(factored_memory, options),
+        partial(_step, options.at_once, rules),
     )
     return block_transform(method, options, placement)
 
@@ -201,7 +203,7 @@ def _step(
         step.factors,
         usable=step.usable,
         sides=inputs.sides,
-        correction=statistics_correction(options, inputs.count),
+        correction=factor_correction(options, inputs.count),
         ridge=ridge,
         basis=rules.basis,
         least=_SAME[rules.form],
@@ -265,6 +267,7 @@ def scale_by_soap(
     exponents: Mapping[int, float] | None = None,
     b3: ArrayLike | None = None,
     refresh_every: Period = 10,
+    statistics_every: ArrayLike = 1,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     drop_weighting: bool = False,
@@ -329,6 +332,8 @@ def scale_by_soap(
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
       refresh_every: steps from one refresh to the next, an integer >= 1, or a schedule
         that maps the number of steps taken to one. Default 10.
+      statistics_every: steps from one update of the factors to the next, an integer
+        from 1 to `refresh_every`. Default 1.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         Adam in the unrotated basis where there is none. Default `None`.
@@ -403,6 +408,7 @@ def scale_by_soap(
         eps=eps,
         b3=b3,
         refresh_every=refresh_every,
+        statistics_every=statistics_every,
         start=start,
         bias_correction=bias_correction,
         drop_weighting=drop_weighting,

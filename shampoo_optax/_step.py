@@ -30,7 +30,12 @@ from shampoo_optax._grafting import (
     zero_blocks,
 )
 from shampoo_optax._metrics import Metrics, refresh_metrics, step_metrics
-from shampoo_optax._periods import first_refresh, period_at
+from shampoo_optax._periods import (
+    first_refresh,
+    period_at,
+    statistics_due,
+    takes_all_statistics,
+)
 from shampoo_optax._refresh import Derived, Report
 from shampoo_optax._stacks import (
     AxisStacks,
@@ -129,13 +134,31 @@ def begin(inputs: Inputs, options: Options, whiten: Whiten | None = None) -> Ste
         for key, entry in join(inputs.blocks, groups).items()
     }
     blocks = split(entries, groups, inputs.blocks)
-    factors = update_factors(factors, blocks, usable, options, whiten)
+    factors = _with_statistics(factors, blocks, usable, options, whiten, count)
     every = period_at(options, count)
     start = first_refresh(options, every)
     due = (count == start) | ((count > start) & (count % every == 0))
     return Step(
         inputs, blocks, usable, groups, entries, kept, factors, due, count >= start
     )
+
+
+def _with_statistics(
+    factors: AxisStacks,
+    blocks: Stacks,
+    usable: dict[str, jax.Array],
+    options: Options,
+    whiten: Whiten | None,
+    count: jax.Array,
+) -> AxisStacks:
+    """The factors after this step, which may be one without statistics."""
+
+    def accumulate(held: AxisStacks) -> tuple[AxisStacks]:
+        return (update_factors(held, blocks, usable, options, whiten),)
+
+    if takes_all_statistics(options):
+        return accumulate(factors)[0]
+    return when_due(statistics_due(options, count), accumulate, factors)[0]
 
 
 def _entries_of(usable: dict, blocks: Stacks, groups: dict) -> dict[str, jax.Array]:
