@@ -26,6 +26,7 @@ def shampoo(
     b3: ArrayLike | None = None,
     refresh_every: Period = 10,
     statistics_every: ArrayLike = 1,
+    stagger: bool = False,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     exponents: Exponents | None = None,
@@ -79,6 +80,8 @@ def shampoo(
         that maps the number of steps taken to one. Default 10.
       statistics_every: steps from one update of the factors to the next, an integer
         from 1 to `refresh_every`. Default 1.
+      stagger: whether blocks take turns, so that every step refreshes some of them, in
+        place of all at once. Default `False`.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         the plain gradient where there is none. Default `None`.
@@ -162,6 +165,7 @@ def shampoo(
         b3=b3,
         refresh_every=refresh_every,
         statistics_every=statistics_every,
+        stagger=stagger,
         start=start,
         bias_correction=bias_correction,
         exponents=exponents,
@@ -205,6 +209,7 @@ def soap(
     b3: ArrayLike | None = None,
     refresh_every: Period = 10,
     statistics_every: ArrayLike = 1,
+    stagger: bool = False,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     decay: AliasDecay = "decoupled",
@@ -245,6 +250,8 @@ def soap(
         that maps the number of steps taken to one. Default 10.
       statistics_every: steps from one update of the factors to the next, an integer
         from 1 to `refresh_every`. Default 1.
+      stagger: whether blocks take turns, so that every step refreshes some of them, in
+        place of all at once. Default `False`.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the method is Adam. Default `None`.
       bias_correction: whether second moments and filtered gradient are divided by
@@ -315,6 +322,7 @@ def soap(
         b3=b3,
         refresh_every=refresh_every,
         statistics_every=statistics_every,
+        stagger=stagger,
         start=start,
         bias_correction=bias_correction,
         ignored_axes=ignored_axes,

@@ -20,6 +20,7 @@ def scale_by_kl_shampoo(
     b3: ArrayLike | None = None,
     refresh_every: Period = 10,
     statistics_every: ArrayLike = 1,
+    stagger: bool = False,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     drop_weighting: bool = False,
@@ -79,6 +80,8 @@ def scale_by_kl_shampoo(
         that maps the number of steps taken to one. Default 10.
       statistics_every: steps from one update of the factors to the next, an integer
         from 1 to `refresh_every`. Default 1.
+      stagger: whether blocks take turns, so that every step refreshes some of them, in
+        place of all at once. Default `False`.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         the plain gradient where there is none. Default `None`.
@@ -155,6 +158,7 @@ def scale_by_kl_shampoo(
         b3=b3,
         refresh_every=refresh_every,
         statistics_every=statistics_every,
+        stagger=stagger,
         start=start,
         bias_correction=bias_correction,
         drop_weighting=drop_weighting,
@@ -186,6 +190,7 @@ def kl_shampoo(
     b3: ArrayLike | None = None,
     refresh_every: Period = 10,
     statistics_every: ArrayLike = 1,
+    stagger: bool = False,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     drop_weighting: bool = False,
@@ -237,6 +242,8 @@ def kl_shampoo(
         that maps the number of steps taken to one. Default 10.
       statistics_every: steps from one update of the factors to the next, an integer
         from 1 to `refresh_every`. Default 1.
+      stagger: whether blocks take turns, so that every step refreshes some of them, in
+        place of all at once. Default `False`.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         the plain gradient where there is none. Default `None`.
@@ -325,6 +332,7 @@ def kl_shampoo(
         b3=b3,
         refresh_every=refresh_every,
         statistics_every=statistics_every,
+        stagger=stagger,
         start=start,
         bias_correction=bias_correction,
         drop_weighting=drop_weighting,

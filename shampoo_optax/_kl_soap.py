@@ -37,6 +37,7 @@ def scale_by_kl_soap(
     b3: ArrayLike | None = None,
     refresh_every: Period = 10,
     statistics_every: ArrayLike = 1,
+    stagger: bool = False,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     drop_weighting: bool = False,
@@ -93,6 +94,8 @@ def scale_by_kl_soap(
         that maps the number of steps taken to one. Default 10.
       statistics_every: steps from one update of the factors to the next, an integer
         from 1 to `refresh_every`. Default 1.
+      stagger: whether blocks take turns, so that every step refreshes some of them, in
+        place of all at once. Default `False`.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         Adam in the unrotated basis where there is none. Default `None`.
@@ -166,6 +169,7 @@ def scale_by_kl_soap(
         b3=b3,
         refresh_every=refresh_every,
         statistics_every=statistics_every,
+        stagger=stagger,
         start=start,
         bias_correction=bias_correction,
         drop_weighting=drop_weighting,
@@ -198,6 +202,7 @@ def kl_soap(
     b3: ArrayLike | None = None,
     refresh_every: Period = 10,
     statistics_every: ArrayLike = 1,
+    stagger: bool = False,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     drop_weighting: bool = False,
@@ -249,6 +254,8 @@ def kl_soap(
         that maps the number of steps taken to one. Default 10.
       statistics_every: steps from one update of the factors to the next, an integer
         from 1 to `refresh_every`. Default 1.
+      stagger: whether blocks take turns, so that every step refreshes some of them, in
+        place of all at once. Default `False`.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         Adam in the unrotated basis where there is none. Default `None`.
@@ -334,6 +341,7 @@ def kl_soap(
         b3=b3,
         refresh_every=refresh_every,
         statistics_every=statistics_every,
+        stagger=stagger,
         start=start,
         bias_correction=bias_correction,
         drop_weighting=drop_weighting,

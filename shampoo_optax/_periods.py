@@ -27,6 +27,8 @@ def first_refresh(options: Options, every: jax.Array) -> jax.Array:
         return jnp.asarray(options.start, jnp.int32)
     if callable(options.refresh_every):
         return period_at(options, jnp.ones((), jnp.int32))
+    if options.stagger and not takes_all_statistics(options):
+        return every + jnp.asarray(options.statistics_every, jnp.int32) - 1
     return every
 
 

@@ -118,9 +118,8 @@ def _step(
         return multiply({name: block}, inputs.fields, left_out=axis, back=False)[name]
 
     step = begin(inputs, options, whiten if whitened else None)
-    moved = {name: step.due & slots for name, slots in step.usable.items()}
     balance = (
-        balance_of(step.factors, moved, inputs.sides, exponents, options)
+        balance_of(step.factors, step.due_slots, inputs.sides, exponents, options)
         if whitened
         else {}
     )
@@ -136,6 +135,7 @@ def _step(
             exponents=exponents,
             correction=factor_correction(options, inputs.count),
             options=options,
+            turns=step.turns,
         )
 
     derived = refresh_if_due(step, recompute, ("roots", "bases", "eigenvalues"))
@@ -152,6 +152,7 @@ def scale_by_shampoo(
     b3: ArrayLike | None = None,
     refresh_every: Period = 10,
     statistics_every: ArrayLike = 1,
+    stagger: bool = False,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     drop_weighting: bool = False,
@@ -234,6 +235,8 @@ def scale_by_shampoo(
         that maps the number of steps taken to one. Default 10.
       statistics_every: steps from one update of the factors to the next, an integer
         from 1 to `refresh_every`. Default 1.
+      stagger: whether blocks take turns, so that every step refreshes some of them, in
+        place of all at once. Default `False`.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         the plain gradient where there is none. Default `None`.
@@ -318,6 +321,7 @@ def scale_by_shampoo(
         b3=b3,
         refresh_every=refresh_every,
         statistics_every=statistics_every,
+        stagger=stagger,
         start=start,
         bias_correction=bias_correction,
         drop_weighting=drop_weighting,

@@ -14,6 +14,7 @@ from shampoo_optax._bases import (
     accumulate_squares,
     divide_by_roots,
     move_average,
+    move_due_averages,
     refresh_bases,
 )
 from shampoo_optax._checks import (
@@ -208,6 +209,7 @@ def _step(
         basis=rules.basis,
         least=_SAME[rules.form],
         options=options,
+        turns=step.turns,
     )
     renew = partial(refresh_if_due, step, recompute, ("bases", "eigenvalues"))
     if rules.form == "official":
@@ -226,11 +228,14 @@ def _turn_average(
     step: Step, fields: dict[str, Any], before: AxisStacks, after: AxisStacks
 ) -> Stacks:
     """The moving average in the bases of after a refresh."""
+    held = fields["filtered"]
+    if step.turns is not None:
+        return move_due_averages(held, before, after, step.usable, step.turns)
 
     def move(filtered: Stacks) -> tuple[Stacks]:
         return (move_average(filtered, before, after, step.usable),)
 
-    (filtered,) = when_due(step.due, move, fields["filtered"])
+    (filtered,) = when_due(step.due, move, held)
     return filtered
 
 
@@ -268,6 +273,7 @@ def scale_by_soap(
     b3: ArrayLike | None = None,
     refresh_every: Period = 10,
     statistics_every: ArrayLike = 1,
+    stagger: bool = False,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     drop_weighting: bool = False,
@@ -334,6 +340,8 @@ def scale_by_soap(
         that maps the number of steps taken to one. Default 10.
       statistics_every: steps from one update of the factors to the next, an integer
         from 1 to `refresh_every`. Default 1.
+      stagger: whether blocks take turns, so that every step refreshes some of them, in
+        place of all at once. Default `False`.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         Adam in the unrotated basis where there is none. Default `None`.
@@ -409,6 +417,7 @@ def scale_by_soap(
         b3=b3,
         refresh_every=refresh_every,
         statistics_every=statistics_every,
+        stagger=stagger,
         start=start,
         bias_correction=bias_correction,
         drop_weighting=drop_weighting,
