@@ -222,7 +222,6 @@ class Options:
                 "`statistics_every` must be at most `refresh_every` "
                 f"({self.refresh_every!r}), got {self.statistics_every!r}."
             )
-        self._check_stagger()
         if self.start is not None:
             self._check_start()
         if self.stagger:

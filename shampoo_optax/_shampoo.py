@@ -201,6 +201,13 @@ def scale_by_shampoo(
     moments of SOAP among them, go on at every step. Where n divides the period, every
     refresh has the statistics of its own step.
 
+    With `stagger` a block has a phase p, and its turn at the steps t with t mod
+    `refresh_every` = p, first in the period that ends with `start`; `start` is by
+    default `refresh_every` + `statistics_every` - 1. No step then does much more
+    than another, where no block does most of the work. Without grafting a block is
+    preconditioned from its first turn on. Phases are dealt by cost, on each device
+    among its own blocks: other devices or blocks mean other phases.
+
     The direction has the gradient's sign and no step size: chain it with
     `optax.scale_by_learning_rate`, or take :func:`shampoo`. Statistics are kept in
     float32, or float64 for float64 parameters; every product runs at the highest

@@ -32,15 +32,16 @@ FACTORED = [so.scale_by_shampoo, so.scale_by_soap]
 FACTORED += [so.scale_by_kl_shampoo, so.scale_by_kl_soap]
 
 
-def wanted(name, start, due=None, seen=None):
+def wanted(name, start, due=None, seen=None, steps=STEPS):
     """The directions by the oracle, with refreshes and statistics at these steps."""
-    steps = dict(every=1, start=start, due=due, seen=seen, b3=0.9)
+    when = dict(every=1, start=start, due=due, seen=seen, b3=0.9)
+    shapes = {key: np.shape(g) for key, g in steps[0].items()}
     if name == "shampoo":
         rest = dict(correct=True, exponents={}, size=None, target=2, leading=True)
         oracle_of = functools.partial(oracle.shampoo, **ROOTS, **rest)
         columns = {
-            key: oracle_of(shape, [g[key] for g in STEPS], **steps)
-            for key, shape in SHAPES.items()
+            key: oracle_of(shape, [g[key] for g in steps], **when)
+            for key, shape in shapes.items()
         }
     else:
         kl = name == "kl_soap"
@@ -48,11 +49,11 @@ def wanted(name, start, due=None, seen=None):
         rest = dict(rest, kl=kl, ignored=(), power=0.5, drop=False)
         columns = {
             key: soap_oracle.soap(
-                [np.asarray(g[key], np.float64) for g in STEPS], **rest, **steps
+                [np.asarray(g[key], np.float64) for g in steps], **rest, **when
             )
-            for key in SHAPES
+            for key in shapes
         }
-    return [{key: columns[key][t] for key in SHAPES} for t in range(len(STEPS))]
+    return [{key: columns[key][t] for key in shapes} for t in range(len(steps))]
 
 
 def directions(tx):
