@@ -5,7 +5,6 @@ import jax.numpy as jnp
 
 from shampoo_optax._checks import is_static
 from shampoo_optax._config import Options
-from shampoo_optax._factors import statistics_correction
 
 
 def period_at(options: Options, count: jax.Array) -> jax.Array:
@@ -42,9 +41,8 @@ def statistics_due(options: Options, count: jax.Array) -> jax.Array:
     return count % jnp.asarray(options.statistics_every, count.dtype) == 0
 
 
-def factor_correction(options: Options, count: jax.Array) -> jax.Array:
-    """What factors are divided by: as many powers of b2 as they had statistics."""
-    if not takes_all_statistics(options):
-        every = jnp.asarray(options.statistics_every, count.dtype)
-        count = jnp.maximum(count // every, 1)
-    return statistics_correction(options, count)
+def statistics_count(options: Options, count: jax.Array) -> jax.Array:
+    """How many of the steps up to `count` had statistics, but at least 1, [], int32."""
+    if takes_all_statistics(options):
+        return count
+    return jnp.maximum(count // jnp.asarray(options.statistics_every, count.dtype), 1)

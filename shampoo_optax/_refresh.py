@@ -63,6 +63,17 @@ class Report(NamedTuple):
     renewed: dict[str, jax.Array]  # {stack: bool [n]}: all axes; empty without metrics
 
 
+class Call(NamedTuple):
+    """All factors of one side, N, of which some at a time are worked on."""
+
+    members: tuple[Member, ...]
+    factors: list[jax.Array]  # of each member, as stored
+    derived: dict[str, list[jax.Array]]  # likewise
+    usable: jax.Array  # [N], bool
+    padding: jax.Array | None  # bool [N, d]
+    wide: np.dtype  # in which they are computed
+
+
 class Task(NamedTuple):
     """What is done with all factors of one side, and what is refused."""
 
@@ -110,10 +121,7 @@ def refresh(
     """
     task = Task(compute, max_residual, ridge)
     work = _together if turns is None else functools.partial(_in_turns, turns)
-    fresh = {
-        field: {name: dict(axes) for name, axes in stacks.items()}
-        for field, stacks in derived.items()
-    }
+    fresh = {field: _copied(stacks) for field, stacks in derived.items()}
     notes = {name: [] for name in factors}
     for members in _by_side(factors, kind).values():
         done = work(members, factors, derived, usable, sides, task)
@@ -122,6 +130,10 @@ def refresh(
                 fresh[field][name][axis] = array
             notes[name].append(note)
     return fresh, _report(report, notes)
+
+
+def _copied(stacks: AxisStacks) -> AxisStacks:
+    return {name: dict(axes) for name, axes in stacks.items()}
 
 
 def _together(
@@ -156,40 +168,61 @@ def _in_turns(
     task: Task,
 ) -> Iterator[tuple[dict[str, jax.Array], Note]]:
     """As :func:`_together`, of the slots whose turn it is."""
-    stored = [factors[name][axis] for name, axis, _ in members]
-    olds = {
-        field: [stacks[name][axis] for name, axis, _ in members]
-        for field, stacks in derived.items()
-        if all(axis in stacks.get(name, {}) for name, axis, _ in members)
-    }
-    free = jnp.concatenate([usable[name] for name, _, _ in members])
-    padding = _padding(sides, members, factors)
-    wide = wide_dtype(stored[0].dtype)
-    note = (free & False, free & False, free.astype(wide), free.astype(jnp.int32))
+    call = _call(members, factors, derived, usable, sides)
+    free = call.usable
+    note = (free & False, free & False, free.astype(call.wide), free.astype(jnp.int32))
 
     def advance(at: jax.Array, valid: jax.Array, held: tuple) -> tuple:
-        olds, note = held
-        before = {field: pick(arrays, at) for field, arrays in olds.items()}
-        batch = Batch(
-            load(pick(stored, at)),
-            {field: load(rows).astype(wide) for field, rows in before.items()},
-            None if padding is None else padding[at],
-            tuple(members),
-            at,
-        )
+        derived, note = held
+        before = {field: pick(arrays, at) for field, arrays in derived.items()}
+        batch = _batch_at(at, call, before)
         found = task.compute(batch)
         tried, sound = free[at] & _is_alive(batch, task), _is_sound(found, task)
         for field, values in found.derived.items():
             rows = _replaced(before[field], values, tried & sound)
-            olds = olds | {field: put(olds[field], at, rows, valid)}
+            derived = derived | {field: put(derived[field], at, rows, valid)}
         said = (tried, tried & ~sound, found.residuals, found.iterations)
         pairs = zip(note, said, strict=True)
-        return olds, tuple(put([old], at, rows, valid)[0] for old, rows in pairs)
+        return derived, tuple(put([old], at, rows, valid)[0] for old, rows in pairs)
 
     names = [name for name, _, _ in members]
-    olds, note = take_turns(turns, names, advance, (olds, note))
+    new, note = take_turns(turns, names, advance, (call.derived, note))
+    return _shared_out(members, new, note)
+
+
+def _call(
+    members: list[Member],
+    factors: AxisStacks,
+    derived: Derived,
+    usable: dict[str, jax.Array],
+    sides: dict,
+) -> Call:
+    """All that a call could be about; nothing large is copied."""
+    stored = [factors[name][axis] for name, axis, _ in members]
+    held = {
+        field: [stacks[name][axis] for name, axis, _ in members]
+        for field, stacks in derived.items()
+        if members[0].axis in stacks.get(members[0].stack, {})
+    }
+    free = jnp.concatenate([usable[name] for name, _, _ in members])
+    padding = _padding(sides, members, factors)
+    wide = wide_dtype(stored[0].dtype)
+    return Call(tuple(members), stored, held, free, padding, wide)
+
+
+def _batch_at(at: jax.Array, call: Call, before: dict[str, jax.Array]) -> Batch:
+    """The factors at these places of a call, with what is stored of them before."""
+    derived = {field: load(rows).astype(call.wide) for field, rows in before.items()}
+    padding = None if call.padding is None else call.padding[at]
+    return Batch(load(pick(call.factors, at)), derived, padding, call.members, at)
+
+
+def _shared_out(
+    members: list[Member], derived: dict[str, list[jax.Array]], note: Note
+) -> Iterator[tuple[dict[str, jax.Array], Note]]:
+    """What each member has of the arrays of a call, in their order."""
     for index, (_, _, slots) in enumerate(members):
-        arrays = {field: arrays[index] for field, arrays in olds.items()}
+        arrays = {field: arrays[index] for field, arrays in derived.items()}
         yield arrays, tuple(values[slots] for values in note)
 
 

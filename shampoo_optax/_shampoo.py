@@ -16,11 +16,12 @@ from shampoo_optax._factors import (
     factored_memory,
     identity_bases,
     identity_roots,
+    statistics_correction,
     unit_eigenvalues,
 )
 from shampoo_optax._methods import Eigendecomposed, Eigh, Root
 from shampoo_optax._metrics import Metrics
-from shampoo_optax._periods import factor_correction
+from shampoo_optax._periods import statistics_count
 from shampoo_optax._placement import Placement
 from shampoo_optax._preconditioning import precondition
 from shampoo_optax._refresh import Derived, Report
@@ -133,7 +134,9 @@ def _step(
             usable=step.usable,
             sides=inputs.sides,
             exponents=exponents,
-            correction=factor_correction(options, inputs.count),
+            correction=statistics_correction(
+                options, statistics_count(options, inputs.count)
+            ),
             options=options,
             turns=step.turns,
         )

@@ -36,7 +36,7 @@ from shampoo_optax._factors import (
 from shampoo_optax._grafting import keeps_filtered, zero_blocks
 from shampoo_optax._methods import Basis, EighBasis, check_basis
 from shampoo_optax._metrics import Metrics
-from shampoo_optax._periods import factor_correction
+from shampoo_optax._periods import statistics_count
 from shampoo_optax._placement import Placement
 from shampoo_optax._preconditioning import precondition
 from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, per_slot
@@ -204,7 +204,9 @@ def _step(
         step.factors,
         usable=step.usable,
         sides=inputs.sides,
-        correction=factor_correction(options, inputs.count),
+        correction=statistics_correction(
+            options, statistics_count(options, inputs.count)
+        ),
         ridge=ridge,
         basis=rules.basis,
         least=_SAME[rules.form],

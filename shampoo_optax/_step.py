@@ -225,10 +225,7 @@ def refresh_if_due(
     unfailed = {name: jnp.zeros_like(step.usable[name]) for name in fields["failures"]}
     still = {name: jnp.zeros_like(step.usable[name]) for name in unfailed if metrics}
     report = Report(unfailed, fields["residuals"], fields["iterations"], still)
-    if step.turns is None:
-        derived, report = when_due(step.due, recompute, derived, report)
-    else:
-        derived, report = recompute(derived, report)
+    derived, report = _recomputed(step, recompute, derived, report)
     return dict(
         {name: derived[name] for name in names},
         failures=count_slots(fields["failures"], report.failed, step.groups),
@@ -236,6 +233,12 @@ def refresh_if_due(
         iterations=report.iterations,
         metrics=refresh_metrics(metrics, derived, report.renewed, step.inputs.count),
     )
+
+
+def _recomputed(step: Step, recompute: Callable, *held: Any) -> tuple:
+    if step.turns is None:
+        return when_due(step.due, recompute, *held)
+    return recompute(*held)
 
 
 def finish(
