@@ -6,7 +6,7 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._chain import AliasDecay, descend
-from shampoo_optax._checks import Exponents, Graft, Mask, ScalarOrSchedule
+from shampoo_optax._checks import Exponents, Graft, Mask, Period, ScalarOrSchedule
 from shampoo_optax._config import Axes, Blocking, Storage
 from shampoo_optax._methods import Basis, Eigh, EighBasis, Root
 from shampoo_optax._placement import Placement
@@ -24,7 +24,9 @@ def shampoo(
     *,
     relative_eps: ArrayLike | None = None,
     b3: ArrayLike | None = None,
-    refresh_every: ArrayLike = 10,
+    refresh_every: Period = 10,
+    statistics_every: ArrayLike = 1,
+    stagger: bool = False,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     exponents: Exponents | None = None,
@@ -74,7 +76,12 @@ def shampoo(
         0 with `PseudoInverse`.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
-      refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
+      refresh_every: steps from one refresh to the next, an integer >= 1, or a schedule
+        that maps the number of steps taken to one. Default 10.
+      statistics_every: steps from one update of the factors to the next, an integer
+        from 1 to `refresh_every`. Default 1.
+      stagger: whether blocks take turns, so that every step refreshes some of them, in
+        place of all at once. Default `False`.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         the plain gradient where there is none. Default `None`.
@@ -157,6 +164,8 @@ def shampoo(
         relative_eps=relative_eps,
         b3=b3,
         refresh_every=refresh_every,
+        statistics_every=statistics_every,
+        stagger=stagger,
         start=start,
         bias_correction=bias_correction,
         exponents=exponents,
@@ -198,7 +207,9 @@ def soap(
     *,
     exponents: Mapping[int, float] | None = None,
     b3: ArrayLike | None = None,
-    refresh_every: ArrayLike = 10,
+    refresh_every: Period = 10,
+    statistics_every: ArrayLike = 1,
+    stagger: bool = False,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     decay: AliasDecay = "decoupled",
@@ -235,7 +246,12 @@ def soap(
         Default `None`: 1/2.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
-      refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
+      refresh_every: steps from one refresh to the next, an integer >= 1, or a schedule
+        that maps the number of steps taken to one. Default 10.
+      statistics_every: steps from one update of the factors to the next, an integer
+        from 1 to `refresh_every`. Default 1.
+      stagger: whether blocks take turns, so that every step refreshes some of them, in
+        place of all at once. Default `False`.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the method is Adam. Default `None`.
       bias_correction: whether second moments and filtered gradient are divided by
@@ -305,6 +321,8 @@ def soap(
         exponents=exponents,
         b3=b3,
         refresh_every=refresh_every,
+        statistics_every=statistics_every,
+        stagger=stagger,
         start=start,
         bias_correction=bias_correction,
         ignored_axes=ignored_axes,

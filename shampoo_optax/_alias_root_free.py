@@ -4,7 +4,7 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._chain import AliasDecay, descend
-from shampoo_optax._checks import Graft, Mask, ScalarOrSchedule
+from shampoo_optax._checks import Graft, Mask, Period, ScalarOrSchedule
 from shampoo_optax._config import Blocking
 from shampoo_optax._inverse_free import (
     Computed,
@@ -26,7 +26,7 @@ def inverse_free_shampoo(
     root_momentum: ArrayLike = 0.5,
     batch_size: ArrayLike = 128,
     b3: ArrayLike | None = None,
-    refresh_every: ArrayLike = 1,
+    refresh_every: Period = 1,
     bias_correction: bool = True,
     graft: Graft | None = None,
     graft_b2: ArrayLike = 0.99,
@@ -67,8 +67,8 @@ def inverse_free_shampoo(
         Default 128.
       b3: weight of the old average in the gradient used now, in [0, 1); `None` stands
         for `b1`. Default `None`.
-      refresh_every: steps from one move of the roots to the next, an integer >= 1.
-        Default 1.
+      refresh_every: steps from one move of the roots to the next, an integer >= 1, or
+        a schedule that maps the number of steps taken to one. Default 1.
       bias_correction: whether the filtered gradient is divided by the sum of its
         weights. Default `True`.
       graft: the method whose step size each block takes: `"adam"`, `"rmsprop"`,

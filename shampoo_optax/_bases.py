@@ -16,6 +16,7 @@ from shampoo_optax._newton import add_to_diagonal
 from shampoo_optax._powers import condition_numbers, rescaled, unpadded_ridge
 from shampoo_optax._refresh import Batch, Derived, Fresh, Report, refresh
 from shampoo_optax._stacks import AxisStacks, Stacks, cast_like, per_slot
+from shampoo_optax._turns import Turns, pick, put, take_turns
 
 
 def refresh_bases(
@@ -30,6 +31,7 @@ def refresh_bases(
     basis: Basis,
     least: float,
     options: Options,
+    turns: Turns | None = None,
 ) -> tuple[Derived, Report]:
     """New bases, and eigenvalues where they are kept, from the factors.
 
@@ -46,6 +48,7 @@ def refresh_bases(
       basis: the method.
       least: the |cos| from which on a column counts as an old one.
       options: the transform's arguments.
+      turns: whose turn it is. Default `None`: that of all.
     """
 
     def compute(batch: Batch) -> Fresh:
@@ -65,7 +68,16 @@ def refresh_bases(
             found["conditions"] = condition_numbers(values, ridge)
         return Fresh({field: found[field] for field in batch.derived}, *about)
 
-    return refresh(factors, derived, report, usable, sides, compute, basis.max_residual)
+    return refresh(
+        factors,
+        derived,
+        report,
+        usable,
+        sides,
+        compute,
+        max_residual=basis.max_residual,
+        turns=turns,
+    )
 
 
 def accumulate_squares(
@@ -112,3 +124,23 @@ def move_average(
         name: jnp.where(per_slot(usable[name], old), moved[name], old)
         for name, old in filtered.items()
     }
+
+
+def move_due_averages(
+    filtered: Stacks, before: AxisStacks, after: AxisStacks, usable: dict, turns: Turns
+) -> Stacks:
+    """As :func:`move_average`, of the slots whose turn it is."""
+
+    def move(name: str, bases: dict[str, jax.Array], new: dict) -> jax.Array:
+        def advance(at: jax.Array, valid: jax.Array, held: jax.Array) -> jax.Array:
+            def rows(array: jax.Array) -> jax.Array:
+                return pick([array], at)
+
+            parts = (held, bases, new, usable[name])
+            moved = move_average(*({name: jax.tree.map(rows, x)} for x in parts))
+            return put([held], at, moved[name], valid)[0]
+
+        return take_turns(turns, [name], advance, filtered[name])
+
+    moved = {name: move(name, bases, after[name]) for name, bases in before.items()}
+    return filtered | moved

@@ -13,6 +13,7 @@ Decay = Literal["decoupled", "corrected", "independent"]
 
 Schedule = Callable[[jax.Array], ArrayLike]
 ScalarOrSchedule = ArrayLike | Schedule
+Period = ArrayLike | Schedule
 Exponents = Mapping[int, float | Mapping[int, float]]
 Mask = Any | Callable[[Any], Any]  # booleans like the parameters, or a prefix
 
@@ -69,6 +70,12 @@ def check_integer(name: str, value: Any, *, low: int = 1) -> None:
             f"`{name}` must be an integer of at least {low} and below 2**31, "
             f"got {value!r}."
         )
+
+
+def check_period(name: str, value: Any) -> None:
+    """Refuses a period that is neither a schedule nor an integer of at least 1."""
+    if not callable(value):
+        check_integer(name, value)
 
 
 def check_rate(name: str, value: Any) -> None:

@@ -1,20 +1,23 @@
 """Records that shape the state and the trace, and the arguments of a transform."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from shampoo_optax._blocking import Blocking
 from shampoo_optax._checks import (
     Exponents,
     Graft,
+    Period,
     check_choice,
     check_exponents,
     check_integer,
     check_number,
+    check_period,
     is_known,
     is_number,
 )
@@ -140,7 +143,9 @@ class Options:
     b2: ArrayLike = 1.0
     b3: ArrayLike | None
     eps: ArrayLike = 0.0
-    refresh_every: ArrayLike = 1
+    refresh_every: Period = 1
+    statistics_every: ArrayLike = 1
+    stagger: bool = False
     start: ArrayLike | None
     bias_correction: bool
     drop_weighting: bool = False
@@ -191,7 +196,7 @@ class Options:
                     f"`{name}` must be a {kind.__name__}, got {getattr(self, name)!r}."
                 )
         switches = ("bias_correction", "drop_weighting", "graft_drop_weighting")
-        for name in (*switches, "metrics"):
+        for name in (*switches, "metrics", "stagger"):
             check_choice(name, getattr(self, name), (True, False))
 
     def _check_betas(self):
@@ -209,16 +214,51 @@ class Options:
             check_number(name, value, **bounds)
 
     def _check_refresh(self):
-        check_integer("refresh_every", self.refresh_every)
-        if self.start is None:
-            return
+        check_period("refresh_every", self.refresh_every)
+        check_integer("statistics_every", self.statistics_every)
+        known = is_known(self.statistics_every) and self._has_known_period
+        if known and self.statistics_every > self.refresh_every:
+            raise ValueError(
+                "`statistics_every` must be at most `refresh_every` "
+                f"({self.refresh_every!r}), got {self.statistics_every!r}."
+            )
+        if self.start is not None:
+            self._check_start()
+        if self.stagger:
+            self._check_stagger()
+
+    def _check_start(self):
         check_integer("start", self.start)
-        known = is_known(self.start) and is_known(self.refresh_every)
+        known = is_known(self.start) and self._has_known_period
         if known and self.start < self.refresh_every:
             raise ValueError(
                 "`start` must be at least `refresh_every` "
                 f"({self.refresh_every!r}), got {self.start!r}."
             )
+
+    def _check_stagger(self):
+        every, seen, start = self.refresh_every, self.statistics_every, self.start
+        if not isinstance(every, int | np.integer):
+            raise ValueError(
+                "`refresh_every` must be a Python integer with `stagger`, which deals "
+                "its steps beforehand (for `optax.inject_hyperparams` name it in "
+                f"`static_args`), got {every!r}."
+            )
+        known = start is not None and is_known(start) and is_known(seen)
+        if known and start < every + seen - 1:
+            raise ValueError(
+                f"`start` must be at least {every + seen - 1} with `stagger`, so that "
+                f"first turns have statistics, got {start!r}."
+            )
+
+    @property
+    def at_once(self) -> "Options":
+        """The same with statistics at every step, and all slots refreshed together."""
+        return replace(self, statistics_every=1, stagger=False)
+
+    @property
+    def _has_known_period(self) -> bool:
+        return is_known(self.refresh_every) and not callable(self.refresh_every)
 
     def _check_graft(self):
         check_choice("graft", self.graft, (None, *get_args(Graft)))

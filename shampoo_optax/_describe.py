@@ -58,8 +58,9 @@ class Part:
       bytes: `{field of the state: Bytes}`.
       flops: operations, `{kind: number}`: `"statistics"`, `"application"` (all other
         matrix products, and singular value decompositions, 48 m n min(m, n) each) and
-        `"entrywise"` at every step; `"refresh"` (products and checks; one turn of an
-        iteration) and `"decompositions"` (28 d^3 each, 17 d^3 by QR) at a refresh.
+        `"entrywise"` at every step, as if all had statistics; `"refresh"` (products and
+        checks; one turn of an iteration) and `"decompositions"` (28 d^3 each, 17 d^3 by
+        QR) at a refresh.
       wire: bytes sent in a step, `{"reduce-scatter": n, "all-gather": n}`, or with
         `specs` also `"all-to-all"`; each is what such exchanges bring to a device from
         all of them, itself included.
@@ -220,7 +221,8 @@ def _read(layout: Layout) -> _Found:
             fields=method.init(plan.share),
         )
 
-    traced = jax.make_jaxpr(method.step)(jax.eval_shape(inputs))
+    step = method.counted or method.step
+    traced = jax.make_jaxpr(step)(jax.eval_shape(inputs))
     return _Found(layout, layout.abstract(), count_flops(traced.jaxpr))
 
 

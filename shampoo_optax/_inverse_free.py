@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from shampoo_optax._checks import Graft, check_choice, check_number, is_static
+from shampoo_optax._checks import Graft, Period, check_choice, check_number, is_static
 from shampoo_optax._config import Blocking, Options, Storage
 from shampoo_optax._division import memory
 from shampoo_optax._factors import apply_along, gram, squares_along
+from shampoo_optax._periods import period_at
 from shampoo_optax._placement import Placement
 from shampoo_optax._stacks import (
     AxisStacks,
@@ -238,7 +239,7 @@ def _precondition(roots: AxisStacks, used: Stacks) -> Stacks:
 def _step(options: Options, inputs: Inputs) -> tuple[Stacks, dict[str, Any]]:
     options = replace(options, **inputs.numbers)
     held, step = inputs.fields, begin(inputs, options)
-    every = jnp.asarray(options.refresh_every, jnp.int32)
+    every = period_at(options, inputs.count)
     due = is_static(options.refresh_every, 1) or (inputs.count - 1) % every == 0
     step = step._replace(started=inputs.count >= 1)
     roots, momenta, failed = when_due(
@@ -261,7 +262,7 @@ def scale_by_inverse_free_shampoo(
     root_momentum: ArrayLike = 0.5,
     batch_size: ArrayLike = 128,
     b3: ArrayLike | None = None,
-    refresh_every: ArrayLike = 1,
+    refresh_every: Period = 1,
     bias_correction: bool = True,
     graft: Graft | None = None,
     graft_b2: ArrayLike = 0.99,
@@ -326,8 +327,8 @@ def scale_by_inverse_free_shampoo(
         squared gradients are taken to be that much larger. Default 128.
       b3: weight of the old average in the gradient used now, in [0, 1); `None` stands
         for `b1`. Default `None`.
-      refresh_every: steps from one move of the roots to the next, an integer >= 1.
-        Default 1.
+      refresh_every: steps from one move of the roots to the next, an integer >= 1, or
+        a schedule that maps the number of steps taken to one. Default 1.
       bias_correction: whether the filtered gradient is divided by the sum of its
         weights. Default `True`.
       graft: the method whose step size each block takes: `"adam"`, `"rmsprop"`,

@@ -4,7 +4,7 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._chain import AliasDecay, descend
-from shampoo_optax._checks import Exponents, Graft, Mask, ScalarOrSchedule
+from shampoo_optax._checks import Exponents, Graft, Mask, Period, ScalarOrSchedule
 from shampoo_optax._config import Axes, Blocking, Options, Storage
 from shampoo_optax._methods import Eigh, Root
 from shampoo_optax._placement import Placement
@@ -18,7 +18,9 @@ def scale_by_kl_shampoo(
     *,
     relative_eps: ArrayLike | None = None,
     b3: ArrayLike | None = None,
-    refresh_every: ArrayLike = 10,
+    refresh_every: Period = 10,
+    statistics_every: ArrayLike = 1,
+    stagger: bool = False,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     drop_weighting: bool = False,
@@ -74,7 +76,12 @@ def scale_by_kl_shampoo(
         `PseudoInverse`.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
-      refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
+      refresh_every: steps from one refresh to the next, an integer >= 1, or a schedule
+        that maps the number of steps taken to one. Default 10.
+      statistics_every: steps from one update of the factors to the next, an integer
+        from 1 to `refresh_every`. Default 1.
+      stagger: whether blocks take turns, so that every step refreshes some of them, in
+        place of all at once. Default `False`.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         the plain gradient where there is none. Default `None`.
@@ -150,6 +157,8 @@ def scale_by_kl_shampoo(
         relative_eps=relative_eps,
         b3=b3,
         refresh_every=refresh_every,
+        statistics_every=statistics_every,
+        stagger=stagger,
         start=start,
         bias_correction=bias_correction,
         drop_weighting=drop_weighting,
@@ -179,7 +188,9 @@ def kl_shampoo(
     *,
     relative_eps: ArrayLike | None = None,
     b3: ArrayLike | None = None,
-    refresh_every: ArrayLike = 10,
+    refresh_every: Period = 10,
+    statistics_every: ArrayLike = 1,
+    stagger: bool = False,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     drop_weighting: bool = False,
@@ -227,7 +238,12 @@ def kl_shampoo(
         `PseudoInverse`.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
-      refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
+      refresh_every: steps from one refresh to the next, an integer >= 1, or a schedule
+        that maps the number of steps taken to one. Default 10.
+      statistics_every: steps from one update of the factors to the next, an integer
+        from 1 to `refresh_every`. Default 1.
+      stagger: whether blocks take turns, so that every step refreshes some of them, in
+        place of all at once. Default `False`.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         the plain gradient where there is none. Default `None`.
@@ -315,6 +331,8 @@ def kl_shampoo(
         relative_eps=relative_eps,
         b3=b3,
         refresh_every=refresh_every,
+        statistics_every=statistics_every,
+        stagger=stagger,
         start=start,
         bias_correction=bias_correction,
         drop_weighting=drop_weighting,

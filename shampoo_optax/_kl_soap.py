@@ -10,6 +10,7 @@ from shampoo_optax._chain import AliasDecay, descend
 from shampoo_optax._checks import (
     Graft,
     Mask,
+    Period,
     ScalarOrSchedule,
     check_choice,
     check_exponents,
@@ -34,7 +35,9 @@ def scale_by_kl_soap(
     relative_eps: ArrayLike | None = None,
     exponents: Mapping[int, float] | None = None,
     b3: ArrayLike | None = None,
-    refresh_every: ArrayLike = 10,
+    refresh_every: Period = 10,
+    statistics_every: ArrayLike = 1,
+    stagger: bool = False,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     drop_weighting: bool = False,
@@ -87,7 +90,12 @@ def scale_by_kl_soap(
         Default `None`: 1/2.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
-      refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
+      refresh_every: steps from one refresh to the next, an integer >= 1, or a schedule
+        that maps the number of steps taken to one. Default 10.
+      statistics_every: steps from one update of the factors to the next, an integer
+        from 1 to `refresh_every`. Default 1.
+      stagger: whether blocks take turns, so that every step refreshes some of them, in
+        place of all at once. Default `False`.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         Adam in the unrotated basis where there is none. Default `None`.
@@ -160,6 +168,8 @@ def scale_by_kl_soap(
         relative_eps=relative_eps,
         b3=b3,
         refresh_every=refresh_every,
+        statistics_every=statistics_every,
+        stagger=stagger,
         start=start,
         bias_correction=bias_correction,
         drop_weighting=drop_weighting,
@@ -190,7 +200,9 @@ def kl_soap(
     relative_eps: ArrayLike | None = None,
     exponents: Mapping[int, float] | None = None,
     b3: ArrayLike | None = None,
-    refresh_every: ArrayLike = 10,
+    refresh_every: Period = 10,
+    statistics_every: ArrayLike = 1,
+    stagger: bool = False,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     drop_weighting: bool = False,
@@ -238,7 +250,12 @@ def kl_soap(
         Default `None`: 1/2.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
-      refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
+      refresh_every: steps from one refresh to the next, an integer >= 1, or a schedule
+        that maps the number of steps taken to one. Default 10.
+      statistics_every: steps from one update of the factors to the next, an integer
+        from 1 to `refresh_every`. Default 1.
+      stagger: whether blocks take turns, so that every step refreshes some of them, in
+        place of all at once. Default `False`.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         Adam in the unrotated basis where there is none. Default `None`.
@@ -323,6 +340,8 @@ def kl_soap(
         exponents=exponents,
         b3=b3,
         refresh_every=refresh_every,
+        statistics_every=statistics_every,
+        stagger=stagger,
         start=start,
         bias_correction=bias_correction,
         drop_weighting=drop_weighting,

@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -12,6 +12,8 @@ from jax.typing import ArrayLike
 
 from shampoo_optax._stacks import AxisStacks, per_slot, traces
 from shampoo_optax._storage import is_diagonal, load, side_of, store
+from shampoo_optax._trees import wide_dtype
+from shampoo_optax._turns import Turns, pick, put, take_turns
 
 # What is kept of a refresh, by field of the state: matrices or eigenvalues.
 Derived = dict[str, AxisStacks]
@@ -32,11 +34,16 @@ class Batch(NamedTuple):
     derived: dict[str, jax.Array]  # {field: [N, ...]}, what they had before
     padding: jax.Array | None  # bool [N, d]: which rows and columns; None: none
     members: tuple[Member, ...]
+    at: jax.Array | None = None  # [N], the places of the factors among those of members
 
-    def per_factor(self, values: Callable[[str, str], float]) -> np.ndarray:
+    def per_factor(self, values: Callable[[str, str], float]) -> np.ndarray | jax.Array:
         """An array `[N]` of a static number for each stack and axis."""
         sizes = [member.slots.stop - member.slots.start for member in self.members]
-        return np.repeat([values(m.stack, m.axis) for m in self.members], sizes)
+        each = np.repeat([values(m.stack, m.axis) for m in self.members], sizes)
+        if self.at is None:
+            return each
+        equal = np.all(each == each[0])
+        return each[: len(self.at)] if equal else jnp.asarray(each)[self.at]
 
 
 class Fresh(NamedTuple):
@@ -56,6 +63,29 @@ class Report(NamedTuple):
     renewed: dict[str, jax.Array]  # {stack: bool [n]}: all axes; empty without metrics
 
 
+class Call(NamedTuple):
+    """All factors of one side, N, of which some at a time are worked on."""
+
+    members: tuple[Member, ...]
+    factors: list[jax.Array]  # of each member, as stored
+    derived: dict[str, list[jax.Array]]  # likewise
+    usable: jax.Array  # [N], bool
+    padding: jax.Array | None  # bool [N, d]
+    wide: np.dtype  # in which they are computed
+
+
+class Task(NamedTuple):
+    """What is done with all factors of one side, and what is refused."""
+
+    compute: Callable[[Batch], Fresh]
+    max_residual: float
+    ridge: ArrayLike  # what is added to the factors, if anything
+
+
+# Of the slots of a factor: which were tried and which failed, residuals, iterations.
+Note = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
 def refresh(
     factors: AxisStacks,
     derived: Derived,
@@ -66,6 +96,7 @@ def refresh(
     max_residual: float,
     ridge: ArrayLike = 0.0,
     kind: Callable[[str, str], Hashable] = lambda name, axis: None,
+    turns: Turns | None = None,
 ) -> tuple[Derived, Report]:
     """Recomputes what is derived from the factors of all usable slots.
 
@@ -85,27 +116,128 @@ def refresh(
       ridge: what is added to the factors, if anything.
       kind: maps a stack and an axis to a key; only factors of equal keys share a
         call.
+      turns: whose turn it is, of whom alone anything is recomputed. Default `None`:
+        that of all.
     """
-    fresh = {
-        field: {name: dict(axes) for name, axes in stacks.items()}
-        for field, stacks in derived.items()
-    }
+    task = Task(compute, max_residual, ridge)
+    work = _together if turns is None else functools.partial(_in_turns, turns)
+    fresh = {field: _copied(stacks) for field, stacks in derived.items()}
     notes = {name: [] for name in factors}
     for members in _by_side(factors, kind).values():
-        batch = _batch(factors, derived, sides, members)
-        found = compute(batch)
-        alive = (traces(batch.factors) > 0) | (jnp.asarray(ridge) > 0)
-        sound = _is_finite(found.derived) & (found.residuals <= max_residual)
-        for name, axis, slots in members:
-            tried = usable[name] & alive[slots]
-            taken = tried & sound[slots]
-            for field, values in found.derived.items():
-                old = derived[field][name][axis]
-                new = store(values[slots], old)
-                fresh[field][name][axis] = jnp.where(per_slot(taken, old), new, old)
-            residuals, turns = found.residuals[slots], found.iterations[slots]
-            notes[name].append((tried, tried & ~sound[slots], residuals, turns))
+        done = work(members, factors, derived, usable, sides, task)
+        for (name, axis, _), (arrays, note) in zip(members, done, strict=True):
+            for field, array in arrays.items():
+                fresh[field][name][axis] = array
+            notes[name].append(note)
     return fresh, _report(report, notes)
+
+
+def _copied(stacks: AxisStacks) -> AxisStacks:
+    return {name: dict(axes) for name, axes in stacks.items()}
+
+
+def _together(
+    members: list[Member],
+    factors: AxisStacks,
+    derived: Derived,
+    usable: dict[str, jax.Array],
+    sides: dict,
+    task: Task,
+) -> Iterator[tuple[dict[str, jax.Array], Note]]:
+    """What a call gives each of its members, and what is to be said of it."""
+    batch = _batch(factors, derived, sides, members)
+    found = task.compute(batch)
+    alive, sound = _is_alive(batch, task), _is_sound(found, task)
+    for name, axis, slots in members:
+        tried = usable[name] & alive[slots]
+        taken, arrays = tried & sound[slots], {}
+        for field, values in found.derived.items():
+            old = derived[field][name][axis]
+            arrays[field] = _replaced(old, values[slots], taken)
+        residuals, turns = found.residuals[slots], found.iterations[slots]
+        yield arrays, (tried, tried & ~sound[slots], residuals, turns)
+
+
+def _in_turns(
+    turns: Turns,
+    members: list[Member],
+    factors: AxisStacks,
+    derived: Derived,
+    usable: dict[str, jax.Array],
+    sides: dict,
+    task: Task,
+) -> Iterator[tuple[dict[str, jax.Array], Note]]:
+    """As :func:`_together`, of the slots whose turn it is."""
+    call = _call(members, factors, derived, usable, sides)
+    free = call.usable
+    note = (free & False, free & False, free.astype(call.wide), free.astype(jnp.int32))
+
+    def advance(at: jax.Array, valid: jax.Array, held: tuple) -> tuple:
+        derived, note = held
+        before = {field: pick(arrays, at) for field, arrays in derived.items()}
+        batch = _batch_at(at, call, before)
+        found = task.compute(batch)
+        tried, sound = free[at] & _is_alive(batch, task), _is_sound(found, task)
+        for field, values in found.derived.items():
+            rows = _replaced(before[field], values, tried & sound)
+            derived = derived | {field: put(derived[field], at, rows, valid)}
+        said = (tried, tried & ~sound, found.residuals, found.iterations)
+        pairs = zip(note, said, strict=True)
+        return derived, tuple(put([old], at, rows, valid)[0] for old, rows in pairs)
+
+    names = [name for name, _, _ in members]
+    new, note = take_turns(turns, names, advance, (call.derived, note))
+    return _shared_out(members, new, note)
+
+
+def _call(
+    members: list[Member],
+    factors: AxisStacks,
+    derived: Derived,
+    usable: dict[str, jax.Array],
+    sides: dict,
+) -> Call:
+    """All that a call could be about; nothing large is copied."""
+    stored = [factors[name][axis] for name, axis, _ in members]
+    held = {
+        field: [stacks[name][axis] for name, axis, _ in members]
+        for field, stacks in derived.items()
+        if members[0].axis in stacks.get(members[0].stack, {})
+    }
+    free = jnp.concatenate([usable[name] for name, _, _ in members])
+    padding = _padding(sides, members, factors)
+    wide = wide_dtype(stored[0].dtype)
+    return Call(tuple(members), stored, held, free, padding, wide)
+
+
+def _batch_at(at: jax.Array, call: Call, before: dict[str, jax.Array]) -> Batch:
+    """The factors at these places of a call, with what is stored of them before."""
+    derived = {field: load(rows).astype(call.wide) for field, rows in before.items()}
+    padding = None if call.padding is None else call.padding[at]
+    return Batch(load(pick(call.factors, at)), derived, padding, call.members, at)
+
+
+def _shared_out(
+    members: list[Member], derived: dict[str, list[jax.Array]], note: Note
+) -> Iterator[tuple[dict[str, jax.Array], Note]]:
+    """What each member has of the arrays of a call, in their order."""
+    for index, (_, _, slots) in enumerate(members):
+        arrays = {field: arrays[index] for field, arrays in derived.items()}
+        yield arrays, tuple(values[slots] for values in note)
+
+
+def _is_alive(batch: Batch, task: Task) -> jax.Array:
+    """Which factors there is a root or a basis of, `[N]`."""
+    return (traces(batch.factors) > 0) | (jnp.asarray(task.ridge) > 0)
+
+
+def _is_sound(found: Fresh, task: Task) -> jax.Array:
+    return _is_finite(found.derived) & (found.residuals <= task.max_residual)
+
+
+def _replaced(old: jax.Array, values: jax.Array, taken: jax.Array) -> jax.Array:
+    """What is stored, with these values where they are taken."""
+    return jnp.where(per_slot(taken, old), store(values, old), old)
 
 
 def _report(before: Report, notes: dict[str, list[tuple]]) -> Report:

@@ -44,6 +44,7 @@ from shampoo_optax._stacks import (
     traces,
 )
 from shampoo_optax._storage import is_diagonal
+from shampoo_optax._turns import Turns
 
 # In the estimate of a condition number.
 _POWER_ITERATIONS = 20
@@ -209,6 +210,7 @@ def refresh_roots(
     exponents: dict[str, dict[str, float]],
     correction: jax.Array,
     options: Options,
+    turns: Turns | None = None,
 ) -> tuple[Derived, Report]:
     """Recomputes the roots of all usable slots from `factors / correction`.
 
@@ -221,6 +223,7 @@ def refresh_roots(
       exponents: `{stack: {axis: e}}`.
       correction: scalar, divides the factors.
       options: the transform's arguments.
+      turns: whose turn it is. Default `None`: that of all.
 
     Returns:
       the new ones, and the new report, as :func:`refresh` says.
@@ -265,6 +268,7 @@ def refresh_roots(
         max_residual=root.max_residual,
         ridge=options.eps,
         kind=kind,
+        turns=turns,
     )
 
 

@@ -9,7 +9,7 @@ import optax
 from jax.typing import ArrayLike
 
 from shampoo_optax._balance import balance_of, balanced, balanced_fields
-from shampoo_optax._checks import Exponents, Graft
+from shampoo_optax._checks import Exponents, Graft, Period
 from shampoo_optax._config import Axes, Blocking, Options, Storage
 from shampoo_optax._factors import (
     factored_axes,
@@ -21,6 +21,7 @@ from shampoo_optax._factors import (
 )
 from shampoo_optax._methods import Eigendecomposed, Eigh, Root
 from shampoo_optax._metrics import Metrics
+from shampoo_optax._periods import statistics_count
 from shampoo_optax._placement import Placement
 from shampoo_optax._preconditioning import precondition
 from shampoo_optax._refresh import Derived, Report
@@ -87,6 +88,7 @@ def shampoo_transform(
         partial(_init_fields, options),
         partial(_step, options, whitened),
         partial(factored_memory, options),
+        partial(_step, options.at_once, whitened),
     )
     return block_transform(method, options, placement)
 
@@ -117,9 +119,8 @@ def _step(
         return multiply({name: block}, inputs.fields, left_out=axis, back=False)[name]
 
     step = begin(inputs, options, whiten if whitened else None)
-    moved = {name: step.due & slots for name, slots in step.usable.items()}
     balance = (
-        balance_of(step.factors, moved, inputs.sides, exponents, options)
+        balance_of(step.factors, step.due_slots, inputs.sides, exponents, options)
         if whitened
         else {}
     )
@@ -133,8 +134,11 @@ def _step(
             usable=step.usable,
             sides=inputs.sides,
             exponents=exponents,
-            correction=statistics_correction(options, inputs.count),
+            correction=statistics_correction(
+                options, statistics_count(options, inputs.count)
+            ),
             options=options,
+            turns=step.turns,
         )
 
     derived = refresh_if_due(step, recompute, ("roots", "bases", "eigenvalues"))
@@ -149,7 +153,9 @@ def scale_by_shampoo(
     *,
     relative_eps: ArrayLike | None = None,
     b3: ArrayLike | None = None,
-    refresh_every: ArrayLike = 10,
+    refresh_every: Period = 10,
+    statistics_every: ArrayLike = 1,
+    stagger: bool = False,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     drop_weighting: bool = False,
@@ -185,6 +191,26 @@ def scale_by_shampoo(
     :math:`P \propto L^{-1/4} \hat G R^{-1/4}`. Refreshes are at the steps `start`
     and, after it, at the multiples of `refresh_every`; other steps do no root work.
 
+    Where `refresh_every` is a schedule, step t, counted from 1, goes by the period
+    `refresh_every(t - 1)`, rounded and at least 1, and `start` is the first one: with
+    `optax.piecewise_constant_schedule(1, {100: 10})` each of 100 steps refreshes,
+    and then every tenth. Take one that stays at each value for long. Apart from that,
+    a basis that is still good may be kept at a refresh: `tolerance` of
+    :class:`EighBasis` and :class:`QRBasis`, for SOAP and :class:`Eigendecomposed`.
+
+    With `statistics_every` of n, factors change at the multiples of n alone, with
+    :math:`c = 1 - b_2^{\lfloor t / n \rfloor}`, and other steps have no Gram products:
+    an average then remembers n times as many steps. All other averages, the second
+    moments of SOAP among them, go on at every step. Where n divides the period, every
+    refresh has the statistics of its own step.
+
+    With `stagger` a block has a phase p, and its turn at the steps t with t mod
+    `refresh_every` = p, first in the period that ends with `start`; `start` is by
+    default `refresh_every` + `statistics_every` - 1. No step then does much more
+    than another, where no block does most of the work. Without grafting a block is
+    preconditioned from its first turn on. Phases are dealt by cost, on each device
+    among its own blocks: other devices or blocks mean other phases.
+
     The direction has the gradient's sign and no step size: chain it with
     `optax.scale_by_learning_rate`, or take :func:`shampoo`. Statistics are kept in
     float32, or float64 for float64 parameters; every product runs at the highest
@@ -215,7 +241,12 @@ def scale_by_shampoo(
         0 with `PseudoInverse`.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
-      refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
+      refresh_every: steps from one refresh to the next, an integer >= 1, or a schedule
+        that maps the number of steps taken to one. Default 10.
+      statistics_every: steps from one update of the factors to the next, an integer
+        from 1 to `refresh_every`. Default 1.
+      stagger: whether blocks take turns, so that every step refreshes some of them, in
+        place of all at once. Default `False`.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         the plain gradient where there is none. Default `None`.
@@ -299,6 +330,8 @@ def scale_by_shampoo(
         relative_eps=relative_eps,
         b3=b3,
         refresh_every=refresh_every,
+        statistics_every=statistics_every,
+        stagger=stagger,
         start=start,
         bias_correction=bias_correction,
         drop_weighting=drop_weighting,

@@ -14,10 +14,12 @@ from shampoo_optax._bases import (
     accumulate_squares,
     divide_by_roots,
     move_average,
+    move_due_averages,
     refresh_bases,
 )
 from shampoo_optax._checks import (
     Graft,
+    Period,
     check_choice,
     check_exponents,
     check_integer,
@@ -34,6 +36,7 @@ from shampoo_optax._factors import (
 from shampoo_optax._grafting import keeps_filtered, zero_blocks
 from shampoo_optax._methods import Basis, EighBasis, check_basis
 from shampoo_optax._metrics import Metrics
+from shampoo_optax._periods import statistics_count
 from shampoo_optax._placement import Placement
 from shampoo_optax._preconditioning import precondition
 from shampoo_optax._stacks import AxisStacks, Inputs, Stack, Stacks, per_slot
@@ -118,6 +121,7 @@ def soap_transform(
         partial(_init_fields, options, rules),
         partial(_step, options, rules),
         partial(factored_memory, options),
+        partial(_step, options.at_once, rules),
     )
     return block_transform(method, options, placement)
 
@@ -200,11 +204,14 @@ def _step(
         step.factors,
         usable=step.usable,
         sides=inputs.sides,
-        correction=statistics_correction(options, inputs.count),
+        correction=statistics_correction(
+            options, statistics_count(options, inputs.count)
+        ),
         ridge=ridge,
         basis=rules.basis,
         least=_SAME[rules.form],
         options=options,
+        turns=step.turns,
     )
     renew = partial(refresh_if_due, step, recompute, ("bases", "eigenvalues"))
     if rules.form == "official":
@@ -223,11 +230,14 @@ def _turn_average(
     step: Step, fields: dict[str, Any], before: AxisStacks, after: AxisStacks
 ) -> Stacks:
     """The moving average in the bases of after a refresh."""
+    held = fields["filtered"]
+    if step.turns is not None:
+        return move_due_averages(held, before, after, step.usable, step.turns)
 
     def move(filtered: Stacks) -> tuple[Stacks]:
         return (move_average(filtered, before, after, step.usable),)
 
-    (filtered,) = when_due(step.due, move, fields["filtered"])
+    (filtered,) = when_due(step.due, move, held)
     return filtered
 
 
@@ -263,7 +273,9 @@ def scale_by_soap(
     *,
     exponents: Mapping[int, float] | None = None,
     b3: ArrayLike | None = None,
-    refresh_every: ArrayLike = 10,
+    refresh_every: Period = 10,
+    statistics_every: ArrayLike = 1,
+    stagger: bool = False,
     start: ArrayLike | None = None,
     bias_correction: bool = True,
     drop_weighting: bool = False,
@@ -326,7 +338,12 @@ def scale_by_soap(
         Default `None`: 1/2.
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
-      refresh_every: steps from one refresh to the next, an integer >= 1. Default 10.
+      refresh_every: steps from one refresh to the next, an integer >= 1, or a schedule
+        that maps the number of steps taken to one. Default 10.
+      statistics_every: steps from one update of the factors to the next, an integer
+        from 1 to `refresh_every`. Default 1.
+      stagger: whether blocks take turns, so that every step refreshes some of them, in
+        place of all at once. Default `False`.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
         stands for; until then the grafted method alone moves the parameters, or
         Adam in the unrotated basis where there is none. Default `None`.
@@ -401,6 +418,8 @@ def scale_by_soap(
         eps=eps,
         b3=b3,
         refresh_every=refresh_every,
+        statistics_every=statistics_every,
+        stagger=stagger,
         start=start,
         bias_correction=bias_correction,
         drop_weighting=drop_weighting,

@@ -4,6 +4,7 @@ Everything here is written for plain stacks, all of them or one owner's share.
 """
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -30,6 +31,12 @@ from shampoo_optax._grafting import (
     zero_blocks,
 )
 from shampoo_optax._metrics import Metrics, refresh_metrics, step_metrics
+from shampoo_optax._periods import (
+    first_refresh,
+    period_at,
+    statistics_due,
+    takes_all_statistics,
+)
 from shampoo_optax._refresh import Derived, Report
 from shampoo_optax._stacks import (
     AxisStacks,
@@ -43,7 +50,9 @@ from shampoo_optax._stacks import (
     per_slot,
     split,
 )
+from shampoo_optax._storage import is_diagonal, side_of
 from shampoo_optax._trees import when_due
+from shampoo_optax._turns import Turns, deal_phases, due_now
 
 
 class Step(NamedTuple):
@@ -58,6 +67,15 @@ class Step(NamedTuple):
     factors: AxisStacks  # with this step's statistics; empty where none are kept
     due: jax.Array  # [], bool: whether this step refreshes
     started: jax.Array  # [], bool
+    turns: Turns | None  # whose turn it is to be refreshed; None: that of all
+
+    @property
+    def due_slots(self) -> dict[str, jax.Array]:
+        """The usable slots that are refreshed, `{stack: bool [n]}`."""
+        if self.turns is None:
+            return {name: self.due & slots for name, slots in self.usable.items()}
+        now = due_now(self.turns)
+        return {name: slots & self.usable[name] for name, slots in now.items()}
 
 
 class Turned(NamedTuple):
@@ -128,13 +146,45 @@ def begin(inputs: Inputs, options: Options, whiten: Whiten | None = None) -> Ste
         for key, entry in join(inputs.blocks, groups).items()
     }
     blocks = split(entries, groups, inputs.blocks)
-    factors = update_factors(factors, blocks, usable, options, whiten)
-    every = jnp.asarray(options.refresh_every, jnp.int32)
-    start = every if options.start is None else jnp.asarray(options.start, jnp.int32)
+    factors = _with_statistics(factors, blocks, usable, options, whiten, count)
+    every = period_at(options, count)
+    start = first_refresh(options, every)
     due = (count == start) | ((count > start) & (count % every == 0))
-    return Step(
-        inputs, blocks, usable, groups, entries, kept, factors, due, count >= start
-    )
+    common = inputs, blocks, usable, groups, entries, kept, factors
+    turns = _turns(factors, options, count, start) if options.stagger else None
+    return Step(*common, due, count >= start, turns)
+
+
+def _turns(
+    factors: AxisStacks, options: Options, count: jax.Array, start: jax.Array
+) -> Turns:
+    """Whose turn this step is, if it is one of the period that ends with the start."""
+    sizes = {name: len(next(iter(axes.values()))) for name, axes in factors.items()}
+    costs = {
+        name: sum(side_of(x) ** (1 if is_diagonal(x) else 3) for x in axes.values())
+        for name, axes in factors.items()
+    }
+    period = operator.index(options.refresh_every)
+    phase = jnp.where(count > start - period, count % period, period)
+    return Turns(deal_phases(sizes, costs, period), phase, period)
+
+
+def _with_statistics(
+    factors: AxisStacks,
+    blocks: Stacks,
+    usable: dict[str, jax.Array],
+    options: Options,
+    whiten: Whiten | None,
+    count: jax.Array,
+) -> AxisStacks:
+    """The factors after this step, which may be one without statistics."""
+
+    def accumulate(held: AxisStacks) -> tuple[AxisStacks]:
+        return (update_factors(held, blocks, usable, options, whiten),)
+
+    if takes_all_statistics(options):
+        return accumulate(factors)[0]
+    return when_due(statistics_due(options, count), accumulate, factors)[0]
 
 
 def _entries_of(usable: dict, blocks: Stacks, groups: dict) -> dict[str, jax.Array]:
@@ -156,6 +206,8 @@ def refresh_if_due(
 ) -> dict[str, Any]:
     """Calls `recompute` at a refresh, else keeps what there is.
 
+    Where slots take turns it is called at every step, and knows whose it is.
+
     Args:
       step: the step begun.
       recompute: maps what is derived from factors, and the last report, to new ones.
@@ -173,7 +225,7 @@ def refresh_if_due(
     unfailed = {name: jnp.zeros_like(step.usable[name]) for name in fields["failures"]}
     still = {name: jnp.zeros_like(step.usable[name]) for name in unfailed if metrics}
     report = Report(unfailed, fields["residuals"], fields["iterations"], still)
-    derived, report = when_due(step.due, recompute, derived, report)
+    derived, report = _recomputed(step, recompute, derived, report)
     return dict(
         {name: derived[name] for name in names},
         failures=count_slots(fields["failures"], report.failed, step.groups),
@@ -181,6 +233,12 @@ def refresh_if_due(
         iterations=report.iterations,
         metrics=refresh_metrics(metrics, derived, report.renewed, step.inputs.count),
     )
+
+
+def _recomputed(step: Step, recompute: Callable, *held: Any) -> tuple:
+    if step.turns is None:
+        return when_due(step.due, recompute, *held)
+    return recompute(*held)
 
 
 def finish(

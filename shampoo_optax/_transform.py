@@ -50,6 +50,7 @@ class Method(NamedTuple):
     init: Callable[[dict[str, Stack]], dict[str, Any]]  # the state's other fields
     step: Callable[[Inputs], tuple[Stacks, dict[str, Any]]]  # directions and fields
     memory: Callable[[tuple[int, ...]], float] = math.prod  # numbers kept for a block
+    counted: Callable | None = None  # the step that `describe` counts, if another
 
 
 @dataclass(frozen=True)

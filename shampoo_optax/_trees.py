@@ -1,5 +1,6 @@
 """Trees of updates, parameters and buffers, leaf by leaf."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,19 @@ def when_due(due: jax.Array, recompute: Callable, *held: Any) -> tuple:
     if isinstance(due, jax.core.Tracer):
         return jax.lax.cond(due, recompute, lambda *kept: kept, *held)
     return recompute(*held) if due else held
+
+
+def repeated(times: jax.Array, advance: Callable, held: Any) -> Any:
+    """What becomes of the values held in so many turns; no compilation eagerly.
+
+    Args:
+      times: the number of turns.
+      advance: maps the number of a turn, from 0, and what is held to the new of that.
+      held: a tree of arrays.
+    """
+    if isinstance(times, jax.core.Tracer):
+        return jax.lax.fori_loop(0, times, advance, held)
+    return functools.reduce(lambda held, turn: advance(turn, held), range(times), held)
 
 
 def wide_dtype(dtype: Any) -> np.dtype:

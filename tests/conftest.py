@@ -17,8 +17,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # others run what users run.
 QUICK = """
 accumulation axes batch_axes diagnose eigen errors graft groups guards kl methods
-metrics newton numerics oracle plots polar portable presets recipes rms robustness
-root_free roots row_wise soap soap_runs storage
+metrics newton numerics oracle periods plots polar portable presets recipes rms
+robustness root_free roots row_wise soap soap_runs stagger storage
 """
 
 

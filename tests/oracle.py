@@ -44,25 +44,34 @@ def along(x, matrix, axis):
 
 def shampoo(shape, grads, *, b1, b2, b3, eps, relative_eps, every, start, correct,
             exponents, graft, graft_b2, graft_eps, size, target, leading,
-            ridge="before", rtol=0.0):  # fmt: skip
-    """Directions of one parameter; a gradient may be `None`: nothing happens."""
+            ridge="before", rtol=0.0, due=None, seen=None):  # fmt: skip
+    """Directions of one parameter; a gradient may be `None`: nothing happens.
+
+    `due` and `seen` are the steps of refreshes and of statistics, where they are given.
+    """
     merged = merge(shape, limit := size or 2**31, target, leading)
     directions = [None if g is None else np.zeros(merged) for g in grads]
     for index in blocks(merged, limit):
         order, factors, roots, ema, v = len(merged), {}, {}, 0.0, 0.0
+        told = 0
         for t, whole in enumerate(grads, 1):
             if whole is None:
                 continue
             g = np.asarray(whole, np.float64).reshape(merged)[index]
+            taken = seen is None or t in seen
+            told = t if seen is None else told + taken
+            fresh = t == start or (t > start and t % every == 0)
+            fresh = fresh if due is None else t in due
             for k in range(order):
                 e = exponents.get(order, {})
                 e = e.get(k, 0.5 / order) if isinstance(e, dict) else e
                 if e:
                     flat = np.moveaxis(g, k, 0).reshape(g.shape[k], -1)
                     weight = 1 if b2 == 1 else 1 - b2
-                    factors[k] = b2 * factors.get(k, 0.0) + weight * flat @ flat.T
-                    if t == start or (t > start and t % every == 0):
-                        c2 = 1 - b2**t if correct and b2 < 1 else 1.0
+                    if taken:
+                        factors[k] = b2 * factors.get(k, 0.0) + weight * flat @ flat.T
+                    if fresh:
+                        c2 = 1 - b2**told if correct and b2 < 1 else 1.0
                         mean = factors[k] / c2
                         roots[k] = root(mean, e, eps, relative_eps, ridge, rtol)
             old, new = (1, 1) if graft == "adagrad" else (graft_b2, 1 - graft_b2)

@@ -30,11 +30,12 @@ def in_old_places(old, values, vectors):
 
 
 def soap(grads, *, b1, b2, b3, eps, every, start, form, kl, relative_eps, ignored,
-         power, graft, graft_b2, graft_eps, drop):  # fmt: skip
+         power, graft, graft_b2, graft_eps, drop, due=None, seen=None):  # fmt: skip
     """The directions.
 
     The average of the gradient is kept in the parameter's own coordinates, as
-    Algorithm 3 of the paper has it.
+    Algorithm 3 of the paper has it. `due` and `seen` are the steps of refreshes and of
+    statistics, where they are given.
     """
     shape = grads[0].shape
     axes = [k for k in range(len(shape)) if k not in ignored]
@@ -42,17 +43,22 @@ def soap(grads, *, b1, b2, b3, eps, every, start, form, kl, relative_eps, ignore
     bases = {k: np.eye(shape[k]) for k in axes}
     values = {k: np.ones(shape[k]) for k in axes}
     d, v, ema, directions = np.zeros(shape), np.zeros(shape), np.zeros(shape), []
+    told = 0
     for t, g in enumerate(grads, 1):
+        taken = seen is None or t in seen
+        told = t if seen is None else told + taken
         weight = 1 if b2 == 1 or drop else 1 - b2
         c = 1 if b2 == 1 or drop else 1 - b2**t
-        for k in axes:
+        for k in axes if taken else ():
             others = {j: q for j, q in bases.items() if j != k}
             h = whitened(g, others, values, relative_eps) if kl else g
             flat = np.moveaxis(h, k, 0).reshape(shape[k], -1)
             factors[k] = b2 * factors[k] + weight * flat @ flat.T
-        due = t == start or (t > start and t % every == 0)
-        fresh = {k: np.linalg.eigh(factors[k] / c) for k in axes}
-        if due and form == "official":
+        now = t == start or (t > start and t % every == 0)
+        now = now if due is None else t in due
+        spread = 1 if b2 == 1 or drop else 1 - b2 ** max(told, 1)
+        fresh = {k: np.linalg.eigh(factors[k] / spread) for k in axes}
+        if now and form == "official":
             bases = {k: q for k, (_, q) in fresh.items()}
             values = {k: w for k, (w, _) in fresh.items()}
         d = b2 * d + weight * rotate(g, bases) ** 2
@@ -66,7 +72,7 @@ def soap(grads, *, b1, b2, b3, eps, every, start, form, kl, relative_eps, ignore
             p = p * np.linalg.norm(magnitude) / np.linalg.norm(p)
             p = magnitude if t < start else p
         directions.append(p)
-        if due and form == "paper":
+        if now and form == "paper":
             fresh = {k: in_old_places(bases[k], *pair) for k, pair in fresh.items()}
             bases = {k: q for k, (_, q) in fresh.items()}
             values = {k: w for k, (w, _) in fresh.items()}
