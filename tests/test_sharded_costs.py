@@ -126,6 +126,16 @@ def test_bytes_on_the_wire_are_those_of_the_program():
     assert set(part.wire) == {"all-to-all", "all-gather"}
 
 
+def test_short_vectors_travel_together():
+    """Gathered at once, dealt to owners and back, and taken by all at once."""
+    mesh = mesh_of(4, 2)
+    params = abstract({str(n): (4 * n,) for n in range(1, 6)}, mesh, P("x"))
+    tx = so.scale_by_sign_descent(placement=so.Placement(mesh, specs=P("x")))
+    found = collectives(compiled_step(tx, params).as_text())
+    kinds = sorted(kind for _, kind, _ in found)
+    assert kinds == ["all-gather", "all-gather", "all-to-all", "all-to-all"]
+
+
 @pytest.mark.parametrize("specs, mode", [(P("x"), "lossless"), (P(), "local")])
 def test_costs_of_another_number_of_shards_are_refused(specs, mode):
     params = abstract({"w": (8, 8)}, mesh_of(4, 2), specs)
