@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import optax
 from jax.sharding import Mesh
+from jax.tree_util import keystr
 
 from shampoo_optax._placement import only_layouts
+from shampoo_optax._rules import name_of
 from shampoo_optax._specs import check_lies
 from shampoo_optax._transform import Layout
 
@@ -42,7 +44,7 @@ def layouts_of(
     leaves, treedef = jax.tree.flatten(params)
     arrays = {str(n): x for n, x in enumerate(leaves) if hasattr(x, "dtype")}
     paths = jax.tree_util.tree_leaves_with_path(params)
-    lying = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
+    lying = {keystr(path): (name_of(path), leaf) for path, leaf in paths}
     found = []
 
     def init(arrays: dict[str, jax.Array]) -> list:
@@ -59,22 +61,22 @@ def layouts_of(
     return kind.unflatten([ours.get(n, leaf) for n, leaf in enumerate(shapes)])
 
 
-def _check_lies(state: list, lying: dict[str, Any]) -> None:
+def _check_lies(state: list, lying: dict[str, tuple[str, Any]]) -> None:
     """Refuses specs that the parameters, which `init` sees traced, do not lie by."""
     for layout in state:
         if isinstance(layout, Layout):
             _check_layout(layout, lying)
 
 
-def _check_layout(layout: Layout, lying: dict[str, Any]) -> None:
+def _check_layout(layout: Layout, lying: dict[str, tuple[str, Any]]) -> None:
     placement = layout.placement
     if placement is None or placement.specs is None:
         return
     pairs = zip(layout.paths, layout.leaves, layout.specs, strict=True)
     known = [
-        (spec, path, lying[path])
+        (spec, *lying[path])
         for path, leaf, spec in pairs
-        if getattr(lying.get(path), "shape", None) == leaf.shape
+        if path in lying and getattr(lying[path][1], "shape", None) == leaf.shape
     ]
     specs, names, leaves = zip(*known, strict=True) if known else ((), (), ())
     check_lies(specs, names, leaves, placement.mesh, placement.mode == "local")

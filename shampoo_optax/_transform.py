@@ -149,10 +149,11 @@ def block_transform(
 
     def init_fn(params: optax.Params) -> Any:
         leaves, paths = read_params(params)
+        if not layouts_wanted():
+            check_outside(placement)  # first: in there leaves are shards
         plan, expected, make, _ = plan_for(paths, leaves)
         if layouts_wanted():
             return layout_of(paths, leaves, plan)
-        check_outside(placement)
         warn_if_idle(params, plan, expected, options)
         return make()
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import golden
 import helpers
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 import shampoo_optax as so
 from shampoo_optax import _cutting
+from shampoo_optax._blocking import views_of
 
 TABLES = json.loads((golden.DATA / "tables.json").read_text())
 MERGES = TABLES["merge_small_dims"]
@@ -185,3 +187,74 @@ def test_blocks_are_float32_and_leaves_come_back_as_they_were(dtype):
     (back,) = _cutting.paste(plan, stacks, [leaf])
     assert back.dtype == dtype
     np.testing.assert_array_equal(back, leaf)
+
+
+# ---- views of shards
+
+
+def slices_of(view, leaf):
+    """What a view shows of an array: its slices, by NumPy."""
+    assert math.prod(view.shape) == leaf.size
+    return leaf.reshape(view.shape).transpose(view.order).reshape(-1, *view.rest)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.data())
+def test_shards_hold_the_slices_of_the_whole(data):
+    """Together the shards have the slices of a run whose dimensions are split so."""
+    sides = st.sampled_from([1, 2, 4, 8])
+    shape = tuple(data.draw(st.lists(sides, min_size=1, max_size=3)))
+    roles = [data.draw(st.sampled_from(["batch", "split", "own"])) for _ in shape]
+
+    def divisor(number):
+        fits = [count for count in (1, 2, 4, 8) if number % count == 0]
+        return data.draw(st.sampled_from(fits))
+
+    split = {a: divisor(shape[a]) for a, role in enumerate(roles) if role == "split"}
+    shards = tuple(divisor(split.get(a, side)) for a, side in enumerate(shape))
+    axes = tuple(a for a, role in enumerate(roles) if role == "batch")
+    own = {a: shards[a] for a, role in enumerate(roles) if role == "own"}
+    leaf = np.arange(math.prod(shape)).reshape(shape)
+
+    (view,) = views_of(so.Batch(axes, split), [()], [leaf], [shards])
+    pieces = np.split(leaf, shards[0], 0)
+    for axis, count in enumerate(shards[1:], start=1):
+        pieces = [part for one in pieces for part in np.split(one, count, axis)]
+    held = np.concatenate([slices_of(view, piece) for piece in pieces])
+    (whole,) = views_of(so.Batch(axes, split | own), [()], [leaf])
+    wanted = slices_of(whole, leaf)
+    order = np.argsort(held.reshape(len(held), -1)[:, 0])
+    wanted = wanted[np.argsort(wanted.reshape(len(wanted), -1)[:, 0])]
+    np.testing.assert_array_equal(held[order], wanted)
+
+
+def test_without_batch_axes_shards_are_seen_as_they_are():
+    leaves = [np.ones((4, 8)), np.ones((6,)), np.ones(())]
+    views = views_of(None, [(), (), ()], leaves, [(2, 4), (3,), ()])
+    assert [view.shape for view in views] == [(2, 2), (2,), ()]
+    assert [view.slices for view in views] == [1, 1, 1]
+
+
+def test_shards_that_cut_through_parts_are_refused():
+    batch = so.Batch(split={-1: 3})
+    path = (jax.tree_util.DictKey("qkv"),)
+    leaf = np.ones((8, 24))
+    (view,) = views_of(batch, [path], [leaf], [(4, 3)])
+    assert (view.slices, view.rest) == (1, (2, 8))
+    wanted = (
+        "`specs` must leave the parts of split axes whole in local mode, got (1, 2) "
+        f"shards of {batch!r} for [8, 24] at 'qkv'."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(wanted)}$"):
+        views_of(batch, [path], [leaf], [(1, 2)])
+
+
+def test_rules_of_batch_axes_see_whole_shapes():
+    asked = []
+
+    def batch(path, struct):
+        asked.append(struct.shape)
+        return 0
+
+    (view,) = views_of(batch, [()], [np.ones((8, 4, 6))], [(4, 1, 2)])
+    assert (asked, view.slices, view.rest) == ([(8, 4, 6)], 2, (4, 3))

@@ -150,12 +150,15 @@ WELL = dict(b2=0.9, refresh_every=2, relative_eps=0.1)
 
 
 def test_experts_stay_where_they_are():
-    """A router on all devices, and experts of which each device has its own two."""
-    mesh = mesh_of(4)
+    """A router on all devices, and experts of which each device has its own two.
+
+    Types say it, on Explicit axes.
+    """
+    mesh = mesh_of(4, kind="Explicit")
     specs = {"experts": P("x"), "router": P()}
     grads = helpers.normal_steps({"experts": (8, 6, 4), "router": (6, 8)}, 3)
     placed = [divide(tree, mesh, specs) for tree in grads]
-    placement = local(4, specs=rules(specs))
+    placement = local(4, kind="Explicit")
     blocking = so.Blocking(batch={"^experts$": 0})
     tx, alone = (
         so.scale_by_kl_shampoo(**WELL, blocking=blocking, placement=each)

@@ -1,6 +1,5 @@
 """How parameters are divided: what is declared, what types say, what arrays know."""
 
-import math
 import re
 
 import jax
@@ -13,7 +12,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shampoo_optax as so
-from shampoo_optax._blocking import views_of
+from shampoo_optax._planning import specs_at
+from shampoo_optax._rules import name_of
 from shampoo_optax._specs import shards_of, specs_for
 
 P = PartitionSpec
@@ -109,6 +109,24 @@ def test_a_function_is_given_paths_and_whole_shapes():
     assert asked == [("b", (8,), jnp.float32), ("w", (4, 8), jnp.bfloat16)]
 
 
+@pytest.mark.parametrize(
+    "keys, name",
+    [
+        ("layers/w/.value", "layers/w"),
+        ("layers/.value/w", "layers/value/w"),
+        ("w/value", "w/value"),  # of a dict
+        (".value", "value"),
+    ],
+)
+def test_variables_of_nnx_are_named_as_their_gradients(keys, name):
+    path = [
+        jax.tree_util.GetAttrKey(key[1:]) if key[0] == "." else key
+        for key in keys.split("/")
+    ]
+    path = [jax.tree_util.DictKey(k) if isinstance(k, str) else k for k in path]
+    assert name_of(tuple(path)) == name
+
+
 def test_paths_have_names_and_places_with_slashes_between():
     params = {"layers": [{"w": jnp.ones((4, 8))}]}
     ((path, leaf),) = jax.tree_util.tree_leaves_with_path(params)
@@ -120,10 +138,11 @@ def test_paths_have_names_and_places_with_slashes_between():
     "specs", [None, P("x"), {"w": P("x"), "b": None}, lambda path, leaf: None]
 )
 def test_placements_stay_hashable(specs):
-    one, other = (so.Placement(mesh_of(4, 2), specs=specs) for _ in range(2))
+    mesh = mesh_of(4, 2, kind="Explicit")
+    one, other = (so.Placement(mesh, specs=specs) for _ in range(2))
     assert one == other and hash(one) == hash(other)
-    assert one != so.Placement(mesh_of(4, 2), specs=P("x", "y"))
-    assert one != so.Placement(mesh_of(4, 2), specs=specs, mode="local")
+    assert one != so.Placement(mesh, specs=P("x", "y"))
+    assert one != so.Placement(mesh, specs=specs, mode="local")
 
 
 def test_a_mapping_is_kept_as_pairs():
@@ -138,16 +157,11 @@ def test_a_mapping_is_kept_as_pairs():
         "x",
         ("x", None),
         0,
-        {"(": P()},
         {0: P()},
-        {"w": "x"},
-        {"w": ("x",)},
-        {"w": P(3)},
         P(3),
         P(("x", 3)),
         P(("x", None)),
         P(P.UNCONSTRAINED),
-        {"w": P(P.UNCONSTRAINED)},
         P(unreduced={"x"}),
     ],
 )
@@ -155,6 +169,21 @@ def test_specs_of_other_kinds_are_refused(specs):
     wanted = f"^`specs` must be a PartitionSpec .* got {re.escape(repr(specs))}\\.$"
     with pytest.raises(ValueError, match=wanted):
         so.Placement(mesh_of(4, 2), specs=specs)
+
+
+@pytest.mark.parametrize(
+    "value", ["x", ("x",), P(3), P(P.UNCONSTRAINED), P(unreduced={"x"})], ids=str
+)
+def test_the_rule_of_another_kind_is_named(value):
+    wanted = f"^`specs` must have .* got {re.escape(repr(value))} for '\\^w\\$'\\.$"
+    with pytest.raises(ValueError, match=wanted):
+        so.Placement(mesh_of(4, 2), specs={"b": P("x"), "^w$": value})
+
+
+def test_a_rule_that_is_no_regular_expression_is_named():
+    wanted = r"^`specs` must have regular expressions, got '\(': missing \), .*\.$"
+    with pytest.raises(ValueError, match=wanted):
+        so.Placement(mesh_of(4, 2), specs={"w": P("x"), "(": P()})
 
 
 @pytest.mark.parametrize("mode", ["global", None, ["local"]])
@@ -167,7 +196,8 @@ def test_other_modes_are_refused(mode):
     "name, value, shown",
     [
         ("specs", P("x"), repr(P("x"))),
-        ("specs", {}, "()"),
+        ("specs", {}, "{}"),
+        ("specs", "x", "'x'"),
         ("mode", "local", "'local'"),
     ],
 )
@@ -187,8 +217,8 @@ def test_specs_and_local_mode_need_a_mesh(name, value, shown):
         (P(("x", "y")), ("y",), "axes of the placement, ('y',)"),
         (P("x", "x"), None, "no mesh axis twice"),
         (P(("y", "y")), None, "no mesh axis twice"),
-        (P(None, "x"), None, "evenly, not into [1, 4] shards"),
-        (P(("x", "y"), None), None, "evenly, not into [8, 1] shards"),
+        (P(None, "x"), None, "evenly, not the 6 of dimension 1 by 4,"),
+        (P(("x", "y"), None), None, "evenly, not the 4 of dimension 0 by 8,"),
         ({"^w$": P("x", "x")}, None, "no mesh axis twice"),
         (lambda path, leaf: P("x", "x"), None, "no mesh axis twice"),
         (lambda path, leaf: "x", None, "return a PartitionSpec"),
@@ -304,9 +334,8 @@ def test_declarations_come_before_types():
 
 
 def test_without_a_mesh_parameters_are_whole():
-    answers = specs_for(None, [(), ()], [jnp.ones((4, 8)), jnp.ones(())], None, X)
-    assert answers == (((), ()), ())
-    assert [shards_of(spec, None) for spec in answers] == [(1, 1), ()]
+    for placement in (None, so.Placement(axes="x")):
+        assert specs_at([()], [jnp.ones((4, 8))], placement) == ()
 
 
 # ---- what arrays know
@@ -340,7 +369,6 @@ def test_parameters_that_are_whole_have_no_rule():
     params = {
         "numpy": np.ones((4, 8)),
         "one device": jax.device_put(jnp.ones((4, 8)), jax.devices()[3]),
-        "abstract": jax.ShapeDtypeStruct((4, 8), jnp.float32),
         "everywhere": jax.device_put(jnp.ones((4, 8)), whole),
         "absent": None,
     }
@@ -370,79 +398,15 @@ def test_specs_of_tracers_are_refused():
         jax.make_jaxpr(lambda w: so.specs_of({"w": w}) and w)(jnp.ones((4, 8)))
 
 
+def test_shapes_without_a_sharding_are_refused():
+    """They would pass for parameters that are whole."""
+    wanted = r"^`params` must have shardings, .*ShapeDtypeStruct.*\(4, 8\).* at 'w'\.$"
+    with pytest.raises(ValueError, match=wanted):
+        so.specs_of({"v": jnp.ones((4, 8)), "w": structs((4, 8))})
+
+
 def test_specs_that_are_not_said_by_names_are_refused():
     sharding = NamedSharding(mesh_of(4, 2), P(P.UNCONSTRAINED, "x"))
     odd = jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=sharding)
     with pytest.raises(ValueError, match="`params` .*NamedSharding.*UNCON.* at 'w'"):
         so.specs_of({"w": odd})
-
-
-# ---- views of shards
-
-
-def slices_of(view, leaf):
-    """What a view shows of an array: its slices, by NumPy."""
-    assert math.prod(view.shape) == leaf.size
-    return leaf.reshape(view.shape).transpose(view.order).reshape(-1, *view.rest)
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.data())
-def test_shards_hold_the_slices_of_the_whole(data):
-    """Together the shards have the slices of a run whose dimensions are split so."""
-    sides = st.sampled_from([1, 2, 4, 8])
-    shape = tuple(data.draw(st.lists(sides, min_size=1, max_size=3)))
-    roles = [data.draw(st.sampled_from(["batch", "split", "own"])) for _ in shape]
-
-    def divisor(number):
-        fits = [count for count in (1, 2, 4, 8) if number % count == 0]
-        return data.draw(st.sampled_from(fits))
-
-    split = {a: divisor(shape[a]) for a, role in enumerate(roles) if role == "split"}
-    shards = tuple(divisor(split.get(a, side)) for a, side in enumerate(shape))
-    axes = tuple(a for a, role in enumerate(roles) if role == "batch")
-    own = {a: shards[a] for a, role in enumerate(roles) if role == "own"}
-    leaf = np.arange(math.prod(shape)).reshape(shape)
-
-    (view,) = views_of(so.Batch(axes, split), [()], [leaf], [shards])
-    pieces = np.split(leaf, shards[0], 0)
-    for axis, count in enumerate(shards[1:], start=1):
-        pieces = [part for one in pieces for part in np.split(one, count, axis)]
-    held = np.concatenate([slices_of(view, piece) for piece in pieces])
-    (whole,) = views_of(so.Batch(axes, split | own), [()], [leaf])
-    wanted = slices_of(whole, leaf)
-    order = np.argsort(held.reshape(len(held), -1)[:, 0])
-    wanted = wanted[np.argsort(wanted.reshape(len(wanted), -1)[:, 0])]
-    np.testing.assert_array_equal(held[order], wanted)
-
-
-def test_without_batch_axes_shards_are_seen_as_they_are():
-    leaves = [np.ones((4, 8)), np.ones((6,)), np.ones(())]
-    views = views_of(None, [(), (), ()], leaves, [(2, 4), (3,), ()])
-    assert [view.shape for view in views] == [(2, 2), (2,), ()]
-    assert [view.slices for view in views] == [1, 1, 1]
-
-
-def test_shards_that_cut_through_parts_are_refused():
-    batch = so.Batch(split={-1: 3})
-    path = (jax.tree_util.DictKey("qkv"),)
-    leaf = np.ones((8, 24))
-    (view,) = views_of(batch, [path], [leaf], [(4, 3)])
-    assert (view.slices, view.rest) == (1, (2, 8))
-    wanted = (
-        "`specs` must leave the parts of split axes whole in local mode, got (1, 2) "
-        f"shards of {batch!r} for [8, 24] at 'qkv'."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(wanted)}$"):
-        views_of(batch, [path], [leaf], [(1, 2)])
-
-
-def test_rules_of_batch_axes_see_whole_shapes():
-    asked = []
-
-    def batch(path, struct):
-        asked.append(struct.shape)
-        return 0
-
-    (view,) = views_of(batch, [()], [np.ones((8, 4, 6))], [(4, 1, 2)])
-    assert (asked, view.slices, view.rest) == ([(8, 4, 6)], 2, (4, 3))
