@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     make_folder(parser, options.out)
     seconds = measure(MODELS[options.model], options.block_size)
-    head = ["refreshes", "compile (s)", "mean (s)", "median", "largest", "over median"]
+    head = ["refreshes", "compile (s)", "mean (ms)", "median", "largest", "over median"]
     text = aligned(head, *(row(name, *found) for name, found in seconds.items()))
     title = f"# Steps of Shampoo, {options.model}, block size {options.block_size}"
     notes = f"{os.cpu_count()} CPU cores, float32, period {PERIOD}, "
@@ -48,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def row(name: str, compilation: float, steps: Sequence[float]) -> list[str]:
     """Returns a line of the table."""
     middle, largest = np.median(steps), np.max(steps)
-    numbers = (compilation, np.mean(steps), middle, largest)
-    return [name, *(f"{x:.3f}" for x in numbers), f"{largest / middle:.2f}x"]
+    numbers = (f"{1e3 * x:.2f}" for x in (np.mean(steps), middle, largest))
+    return [name, f"{compilation:.1f}", *numbers, f"{largest / middle:.2f}x"]
 
 
 def measure(shapes: Shapes, block_size: int) -> dict[str, tuple[float, list[float]]]:
