@@ -39,12 +39,17 @@ collectives that depend on gradients alone, back those that depend on the state:
 of their results, the device's own part included, read from the compiled HLO. The mean
 of gradients over a batch is the backward pass's and comes on top everywhere. Temporary
 memory is `memory_analysis().temp_size_in_bytes`; the yardstick is what the device has
-of gradients and of directions, and all that it keeps for its largest stack."""
+of gradients and of directions, and all that it keeps for the slots of its largest stack:
+factors, roots and moments. At most 2.5 times the yardstick is wanted where `specs` are
+declared."""
 MODES_TEXT = """\
 whole: every device has all parameters. Undeclared: parameters are divided, and the
 placement has no `specs`. FSDP: one axis of {devices}. HSDP: axes (replica: {replicas},
 shard: {shards}); parameters are divided over shard, the state over shard or over both.
 FSDP x TP: axes (fsdp: {shards}, model: {replicas}). Lossless and local are `mode`."""
+FACTORS_ALONE = """\
+With the factors of the largest stack alone in the yardstick, the ratio of lossless FSDP
+would be 3.43 for ResNet-50 and 2.00 for GPT-2 small."""
 THEIRS = """\
 ## The official PyTorch package
 
