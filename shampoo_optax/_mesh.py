@@ -104,10 +104,13 @@ def reshard_like_params(
 ) -> list:
     """Brings updates to where the parameters lie, of which nothing was declared.
 
-    On Auto axes, where the step has them whole; of Explicit ones types say it.
+    On Auto axes, where the step has them whole; of Explicit ones types say it. In local
+    mode parameters without a rule are whole, and so are their updates.
     """
     mesh = None if placement is None else placement.mesh
     if mesh is None or mesh.size == 1 or AxisType.Auto not in mesh.axis_types:
+        return leaves
+    if placement.mode == "local" and placement.specs is not None:
         return leaves
     declared = are_declared(placement.specs, paths, params)
     return [

@@ -17,6 +17,10 @@ SENT = {
     # Every device has two rows of all matrices, with factors of their own.
     "local FSDP": ({}, {}, 2 * ONE + 8 * 4 * (2 * (2**2 + 8**2) + 2 * 2 * 8 + 4)),
 }
+# What a device keeps for the slots beside their factors.
+REST = 4 * (NUMBERS + 2 * 16 * 8 + 4)
+LOCAL_REST = 8 * 4 * (2**2 + 8**2 + 2 * 2 * 8 + 4)
+ROOTS_AND_MORE = {"whole": REST, "lossless FSDP": REST, "local FSDP": LOCAL_REST}
 
 
 @pytest.mark.parametrize("name", SENT)
@@ -24,6 +28,7 @@ def test_a_mode_sends_and_keeps_what_is_counted_by_hand(name):
     arguments = MATRICES, sharded.MODES[name], 16
     found = sharded.measure(*arguments)
     assert (found.forward, found.back, found.yardstick) == SENT[name]
+    assert found.yardstick - found.with_factors == ROOTS_AND_MORE[name]
     assert found.temporary > 0
     tx, params = sharded.transform(*arguments)
     (part,) = so.describe(params, tx).parts

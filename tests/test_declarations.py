@@ -126,6 +126,27 @@ def test_parameters_without_a_rule_are_updated_where_they_lie():
         assert same_sharding(updates[name], params[name]), name
 
 
+def test_whole_parameters_stay_whole_in_local_mode():
+    """Without a rule; their gradients would rather be divided, as experts are."""
+    mesh, specs = mesh_of(8), {"experts": P("x"), "router": P()}
+    (params,) = helpers.normal_steps({"experts": (8, 4, 2), "router": (4, 8)}, 1)
+    inputs = helpers.normals(0, 16, 4)
+    placement = so.Placement(mesh, specs={"experts": P("x")}, mode="local")
+    tx = so.scale_by_sign_descent(placement=placement)
+
+    def loss(params):
+        outputs = jnp.einsum("bi,eij->ebj", inputs, params["experts"])
+        return jnp.einsum(
+            "ebj,be->", outputs, jax.nn.softmax(inputs @ params["router"])
+        )
+
+    params = divide(params, mesh, specs)
+    step = quick_jit(lambda p, state: tx.update(jax.grad(loss)(p), state, p))
+    updates, _ = step(params, tx.init(params))
+    for name in specs:
+        assert same_sharding(updates[name], params[name])
+
+
 # ---- inside of the user's own shard_map
 
 

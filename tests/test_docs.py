@@ -283,6 +283,7 @@ def test_every_option_of_ours_is_there(code):
     keywords = [keyword.arg for keyword in call.keywords]
     assert {*alone, *keywords} <= named_arguments()
     spaces = dict(so=so, optax=optax, jax=jax, mesh=helpers.mesh_of(8))
+    spaces |= dict(params={"w": np.ones((8, 4))}, specs=jax.sharding.PartitionSpec("x"))
     for node in [*call.args, *(keyword.value for keyword in call.keywords)]:
         if not isinstance(node, ast.Name):
             eval(compile(ast.Expression(node), code, "eval"), spaces)
