@@ -96,9 +96,10 @@ class Placement:
         `None`. :func:`specs_of` writes down how arrays lie. Axes are those of `axes`;
         Explicit ones that are not are left out of types. Default `None`: as the types
         say on Explicit axes, and whole on Auto axes. That is correct there too, and
-        updates still lie as parameters do, but every device has all gradients; and JAX
-        numbers such programs anew each time, so that its persistent cache may miss
-        them. What is declared, if only as `PartitionSpec()`, is free of both.
+        updates still lie as parameters do, or where a compiler divides whole ones, but
+        every device has all gradients; and JAX numbers such programs anew each time,
+        so that its persistent cache may miss them. What is declared, if only as
+        `PartitionSpec()`, is free of all this.
       mode: `"lossless"`, which cuts whole parameters into blocks and so does what is
         done without a mesh; or `"local"`, in which every device cuts its own shards
         into blocks, and keeps and works on these, every one on what is whole: nothing
