@@ -257,6 +257,11 @@ class Options:
         return replace(self, statistics_every=1, stagger=False)
 
     @property
+    def turns(self) -> int:
+        """The steps in which every slot has its turn to be refreshed."""
+        return int(self.refresh_every) if self.stagger else 1
+
+    @property
     def _has_known_period(self) -> bool:
         return is_known(self.refresh_every) and not callable(self.refresh_every)
 

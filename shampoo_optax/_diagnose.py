@@ -147,7 +147,7 @@ def diagnose(
         it has rows, such as that of a long bias, is above it without harm.
       max_residual: residuals above are suspicious, > 0. Default 1e-2.
       max_age: ages above are suspicious, an integer >= 1. Default `None`: those of
-        blocks that have missed the last refresh of their transform.
+        blocks that have missed the last refresh of their transform, or their turn.
       min_cosine: cosines below are suspicious, a number from -1 to 1. Default 1e-2.
       mesh: as in :func:`state_shardings`. Default `None`.
 
@@ -201,10 +201,12 @@ def diagnose(
     rows = []
     for transform, layout, held in states_of(state, params, tx, mesh):
         found = _read(held)
-        newest = _newest(found)
+        newest, turns = _newest(found), layout.method.turns
         for path, slots in slots_of(layout).items():
             row = _row(found, transform, names.get(path, path), slots)
-            rows.append(row._replace(remarks=tuple(_remarks(row, newest, limits))))
+            rows.append(
+                row._replace(remarks=tuple(_remarks(row, newest, turns, limits)))
+            )
     return Diagnosis(tuple(rows))
 
 
@@ -361,9 +363,10 @@ def _furthest(ratios: np.ndarray) -> np.ndarray:
     return ratios[np.argmax(np.abs(np.log(np.maximum(ratios, 1e-30))))]
 
 
-def _remarks(row: Health, newest: int, limits: _Limits) -> Iterator[str]:
-    oldest = row.step - newest if limits.age is None else limits.age
-    never = newest > 0 and row.age == row.step
+def _remarks(row: Health, newest: int, turns: int, limits: _Limits) -> Iterator[str]:
+    missed = row.step - newest + turns - 1
+    oldest = missed if limits.age is None else limits.age
+    never = newest >= turns and row.age == row.step
     still = row.rms == 0
     found = {
         "ill-conditioned": _above(row.condition, limits.condition),

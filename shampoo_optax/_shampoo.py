@@ -89,6 +89,7 @@ def shampoo_transform(
         partial(_step, options, whitened),
         partial(factored_memory, options),
         partial(_step, options.at_once, whitened),
+        options.turns,
     )
     return block_transform(method, options, placement)
 

@@ -122,6 +122,7 @@ def soap_transform(
         partial(_step, options, rules),
         partial(factored_memory, options),
         partial(_step, options.at_once, rules),
+        options.turns,
     )
     return block_transform(method, options, placement)
 

@@ -4,7 +4,6 @@ Everything here is written for plain stacks, all of them or one owner's share.
 """
 
 import itertools
-import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -164,7 +163,7 @@ def _turns(
         name: sum(side_of(x) ** (1 if is_diagonal(x) else 3) for x in axes.values())
         for name, axes in factors.items()
     }
-    period = operator.index(options.refresh_every)
+    period = options.turns
     phase = jnp.where(count > start - period, count % period, period)
     return Turns(deal_phases(sizes, costs, period), phase, period)
 

@@ -51,6 +51,7 @@ class Method(NamedTuple):
     step: Callable[[Inputs], tuple[Stacks, dict[str, Any]]]  # directions and fields
     memory: Callable[[tuple[int, ...]], float] = math.prod  # numbers kept for a block
     counted: Callable | None = None  # the step that `describe` counts, if another
+    turns: int = 1  # steps in which every slot has its turn to be refreshed
 
 
 @dataclass(frozen=True)

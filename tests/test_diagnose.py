@@ -240,3 +240,26 @@ def test_errors_name_the_argument(args, kwargs, message):
     with pytest.raises(ValueError) as error:
         so.diagnose(*args, **kwargs)
     assert re.match(message, str(error.value))
+
+
+def test_blocks_that_take_turns_are_stale_when_they_have_missed_one():
+    """Four blocks and three steps; `b` has no gradient, and `c` misses its turn at 5.
+
+    That is seen at step 6, when others have had theirs.
+    """
+    keys = "abcd"
+    tx = so.scale_by_shampoo(refresh_every=3, stagger=True, metrics=True)
+    params = {key: jnp.zeros((4, 3)) for key in keys}
+    steps = helpers.normal_steps({key: (4, 3) for key in keys}, 8)
+    steps = [step | {"b": jnp.zeros((4, 3))} for step in steps]
+    steps[4]["c"] = steps[4]["c"].at[0, 0].set(jnp.nan)
+    _, states = helpers.trace(tx, params, steps, jit=helpers.quick_jit)
+    found = [
+        {row.path: set(row.remarks) & {"stale", "no refresh"} for row in rows}
+        for rows in (so.diagnose(state, params, tx).rows for state in states)
+    ]
+    quiet = dict.fromkeys(keys, set())
+    assert found[:2] == [quiet, quiet]
+    dead = quiet | {"b": {"no refresh"}}
+    late = dead | {"c": {"stale"}}
+    assert found[2:] == [dead, dead, dead, late, late, dead]
