@@ -16,19 +16,23 @@ def period_at(options: Options, count: jax.Array) -> jax.Array:
 
 
 def first_refresh(options: Options, every: jax.Array) -> jax.Array:
-    """The step from which on roots or bases count, [], int32.
+    """The step from which on roots or bases count, [], int32; it has had statistics.
 
     Args:
       options: the transform's arguments.
       every: the period at this step.
     """
+    start = every
     if options.start is not None:
-        return jnp.asarray(options.start, jnp.int32)
-    if callable(options.refresh_every):
-        return period_at(options, jnp.ones((), jnp.int32))
-    if options.stagger and not takes_all_statistics(options):
-        return every + jnp.asarray(options.statistics_every, jnp.int32) - 1
-    return every
+        start = jnp.asarray(options.start, jnp.int32)
+    elif callable(options.refresh_every):
+        start = period_at(options, jnp.ones((), jnp.int32))
+    if takes_all_statistics(options):
+        return start
+    first = jnp.asarray(options.statistics_every, jnp.int32)
+    if options.stagger and options.start is None:
+        return start + first - 1
+    return jnp.maximum(start, first)
 
 
 def takes_all_statistics(options: Options) -> bool:

@@ -12,6 +12,7 @@ from shampoo_optax._checks import check_integer
 from shampoo_optax._diagnose import all_layouts, name_layouts, simple_paths
 from shampoo_optax._layouts import layouts_of
 from shampoo_optax._plotting import OTHERS, add_legend, colors, new_figure
+from shampoo_optax._slots import region_slots
 from shampoo_optax._stacks import Region
 from shampoo_optax._storage import side_of
 from shampoo_optax._tables import human_bytes
@@ -64,6 +65,11 @@ def plot_placement(
     if devices is not None:
         check_integer("devices", devices)
     layouts = all_layouts(tx, layouts_of(tx, params, devices or 0))
+    layouts = [layout for layout in layouts if layout.plan.stacks]
+    if not layouts:
+        raise ValueError(
+            f"`params` must have blocks to draw, got {simple_paths(params)}."
+        )
     names = simple_paths(params)
     shares = [_shares(layout, names) for layout in layouts]
     sizes = sum((share.sizes for share in shares), Counter())
@@ -82,13 +88,11 @@ def _shares(layout: Layout, names: dict[str, str]) -> _Shares:
     plan, state = layout.plan, layout.abstract()
     paths = [names.get(path, path) for path in layout.paths]
     own = {path: np.zeros(plan.owners) for path in paths}
-    for region in plan.regions:
-        for piece in region.pieces:
-            stack = plan.stacks[piece.stack]
-            share = stack.size // plan.owners
-            slots = np.arange(piece.slots.start, piece.slots.stop) // share
-            held = sum(_own_bytes(x, region, a) for a, x in _of(state, piece.stack))
-            count = np.bincount(slots, minlength=plan.owners)
+    for region, parts in region_slots(layout):
+        for stack, slots in parts:
+            owners = slots.ravel() // plan.share[stack].size
+            held = sum(_own_bytes(x, region, a) for a, x in _of(state, stack))
+            count = np.bincount(owners, minlength=plan.owners)
             own[paths[region.leaf]] += count * held
     total = sum(
         leaf.size * leaf.dtype.itemsize // plan.owners

@@ -18,6 +18,7 @@ from shampoo_optax._diagnose import (
     states_of,
 )
 from shampoo_optax._plotting import OTHERS, add_legend, colors, new_figure
+from shampoo_optax._slots import region_slots
 from shampoo_optax._stacks import Region
 from shampoo_optax._storage import is_diagonal, is_packed, side_of, unpack
 from shampoo_optax._transform import Layout
@@ -139,11 +140,11 @@ def _find_blocks(
 
 
 def _blocks(layout: Layout, leaf: int) -> Iterator[_Block]:
-    for region in layout.plan.regions:
+    for region, parts in region_slots(layout):
         if region.leaf == leaf:
-            for piece in region.pieces:
-                for slot in range(piece.slots.start, piece.slots.stop):
-                    yield _Block(region, piece.stack, slot)
+            for stack, (first, *_) in parts:
+                for slot in first.tolist():
+                    yield _Block(region, stack, slot)
 
 
 def _worst(held: Any, blocks: list[_Block]) -> int:

@@ -154,8 +154,11 @@ def test_steps_without_statistics_have_no_gram_products(make):
     assert products(statistics_every=1) == (seldom, often)
 
 
-def test_before_any_statistics_nothing_is_refreshed():
-    tx = so.scale_by_shampoo(refresh_every=lambda t: 1 + 0 * t, statistics_every=3)
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_before_any_statistics_nothing_is_refreshed(eps):
+    tx = so.scale_by_shampoo(
+        refresh_every=lambda t: 1 + 0 * t, statistics_every=3, eps=eps
+    )
     _, states = helpers.trace(tx, STEPS[0], STEPS[:3], jit=helpers.quick_jit)
     for state, identity in zip(states, (True, True, False), strict=True):
         root = np.asarray(state.roots["4x3"]["0"][0])

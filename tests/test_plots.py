@@ -10,6 +10,8 @@ import matplotlib.colors
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
@@ -268,3 +270,33 @@ def test_without_matplotlib_the_error_says_what_to_install(history, monkeypatch)
     ):
         with pytest.raises(ImportError, match=r"pip install 'shampoo-optax\[plots\]'"):
             plot()
+
+
+def test_blocks_of_all_shards_are_drawn():
+    """The first shard of `w` is well conditioned, the third is not; `v` is whole."""
+    mesh = helpers.mesh_of(4, kind="Explicit")
+    shardings = {"w": NamedSharding(mesh, P("x")), "v": NamedSharding(mesh, P())}
+    placement = so.Placement(mesh, mode="local")
+    tx = so.scale_by_shampoo(refresh_every=1, metrics=True, placement=placement)
+    rng = np.random.default_rng(0)
+    grads = {"w": rng.standard_normal((16, 4)), "v": rng.standard_normal(5)}
+    grads["w"][8:12] *= np.logspace(0, -2, 4)
+    wanted = [spectra(shard @ shard.T) for shard in grads["w"].reshape(4, 4, 4)]
+    grads = jax.device_put(jax.tree.map(np.float32, grads), shardings)
+    _, state = tx.update(grads, tx.init(grads), grads)
+    for block in (None, 0, 2, 3):
+        (axes,) = so.plot_spectra(state, grads, tx, "w", block=block).axes
+        shown = 2 if block is None else block
+        assert axes.get_title() == f"w, block {shown} of 4: 4x4"
+        drawn = axes.lines[0].get_ydata()
+        np.testing.assert_allclose(drawn, wanted[shown], rtol=1e-3, atol=1e-6)
+    (axes,) = so.plot_placement(grads, tx).axes
+    assert axes.get_title().endswith("0.0% of it padding")
+    for bars in axes.containers[:2]:
+        widths = [bar.get_width() for bar in bars]
+        assert min(widths) == max(widths) > 0
+
+
+def test_there_must_be_something_to_draw():
+    with pytest.raises(ValueError, match="`params` must have blocks"):
+        so.plot_placement({}, so.shampoo(0.1))
