@@ -327,8 +327,9 @@ def scale_by_inverse_free_shampoo(
         squared gradients are taken to be that much larger. Default 128.
       b3: weight of the old average in the gradient used now, in [0, 1); `None` stands
         for `b1`. Default `None`.
-      refresh_every: steps from one move of the roots to the next, an integer >= 1, or
-        a schedule that maps the number of steps taken to one. Default 1.
+      refresh_every: steps from one move of the roots to the next, an integer >= 1, or a
+        schedule that maps the number of steps taken to one, which
+        `optax.inject_hyperparams` needs in its `static_args`. Default 1.
       bias_correction: whether the filtered gradient is divided by the sum of its
         weights. Default `True`.
       graft: the method whose step size each block takes: `"adam"`, `"rmsprop"`,

@@ -340,14 +340,17 @@ def scale_by_soap(
       b3: weight of the old average in the gradient used now, in [0, 1); `b1 * b1`
         looks ahead as NAdam does, `None` stands for `b1`. Default `None`.
       refresh_every: steps from one refresh to the next, an integer >= 1, or a schedule
-        that maps the number of steps taken to one. Default 10.
+        that maps the number of steps taken to one, which `optax.inject_hyperparams`
+        needs in its `static_args`. Default 10.
       statistics_every: steps from one update of the factors to the next, an integer
         from 1 to `refresh_every`. Default 1.
       stagger: whether blocks take turns, so that every step refreshes some of them, in
         place of all at once. Default `False`.
       start: step of the first refresh, an integer >= `refresh_every`, which `None`
-        stands for; until then the grafted method alone moves the parameters, or
-        Adam in the unrotated basis where there is none. Default `None`.
+        stands for (with `stagger` plus `statistics_every` - 1, and with a schedule the
+        later of its first value and `statistics_every`); until then the grafted method
+        alone moves the parameters, or Adam in the unrotated basis where there is none.
+        Default `None`.
       bias_correction: whether second moments and filtered gradient are divided by
         the sum of their weights. Adam's grafted moments always are. Default `True`.
       drop_weighting: whether new statistics enter with weight 1 in place of 1 - b2,
