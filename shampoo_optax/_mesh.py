@@ -8,7 +8,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shampoo_optax._placement import Placement
-from shampoo_optax._reshard import reshard_back, reshard_like, resharded
+from shampoo_optax._reshard import per_dim, reshard_back, reshard_like, resharded
 from shampoo_optax._specs import Spec, are_declared
 
 
@@ -93,8 +93,8 @@ def _typed(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
     """What types say of a spec: its Explicit axes."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     kept = [
-        tuple(axis for axis in names or () if types[axis] == AxisType.Explicit) or None
-        for names in spec
+        tuple(axis for axis in names if types[axis] == AxisType.Explicit) or None
+        for names in per_dim(spec, len(spec))
     ]
     return NamedSharding(mesh, PartitionSpec(*kept))
 

@@ -35,12 +35,13 @@ def resharded(leaf: jax.Array, kind: NamedSharding) -> jax.Array:
     """A leaf of this type; where it is, what types do not say of it stays."""
     held = jax.typeof(leaf).sharding
     same = held.mesh.axis_names == kind.mesh.axis_names
-    if same and _per_dim(held.spec, leaf.ndim) == _per_dim(kind.spec, leaf.ndim):
+    if same and per_dim(held.spec, leaf.ndim) == per_dim(kind.spec, leaf.ndim):
         return leaf
     return jax.sharding.reshard(leaf, kind)
 
 
-def _per_dim(spec: PartitionSpec, dims: int) -> tuple:
+def per_dim(spec: PartitionSpec, dims: int) -> tuple[tuple[str, ...], ...]:
+    """The axes that a spec names for each dimension."""
     entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
     return (*entries, *((),) * (dims - len(spec)))
 

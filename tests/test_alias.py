@@ -16,6 +16,7 @@ PARAMS = {"w": jnp.ones((12, 4)), "b": jnp.ones(5)}
 # A value other than the default for every keyword of a transform.
 STATISTICS = dict(b1=0.8, b2=0.7, eps=1e-4, b3=0.6, refresh_every=2, start=3)
 STATISTICS |= dict(bias_correction=False, blocking=so.Blocking(8))
+STATISTICS |= dict(statistics_every=2, stagger=True, metrics=True)
 STATISTICS |= dict(axes=so.Axes(skip_above=8), placement=helpers.placement_of(2))
 STATISTICS |= dict(storage=so.Storage("float32", "bfloat16", "bfloat16", True))
 GRAFT = dict(graft="rmsprop", graft_b2=0.6, graft_eps=1e-5)
