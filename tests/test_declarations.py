@@ -147,6 +147,42 @@ def test_whole_parameters_stay_whole_in_local_mode():
         assert same_sharding(updates[name], params[name])
 
 
+# ---- what local mode cannot do
+
+
+@pytest.mark.parametrize(
+    "name, given, wanted",
+    [
+        ("specs", {}, "say how .* Auto axes in local mode, such as specs_of.*None"),
+        ("dtype", dict(specs=P(), dtype="bfloat16"), "None in local .* got 'bfloat16'"),
+        ("cost", dict(specs=P(), cost=(0, 1)), r"'memory' in .* got \(0.0, 1.0\)"),
+    ],
+)
+def test_fields_that_local_mode_has_no_use_for_are_refused(name, given, wanted):
+    with pytest.raises(ValueError, match=f"^`{name}` must (be )?{wanted}\\.$"):
+        so.Placement(mesh_of(4, 2), mode="local", **given)
+
+
+def test_local_mode_over_axes_of_two_types_is_refused():
+    """Over those of one type it is not."""
+    kinds = (AxisType.Explicit, AxisType.Auto)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=kinds)
+    wanted = r"^`axes` must be all Auto or all Explicit .*'x': 'Explicit', 'y': 'Auto'"
+    with pytest.raises(ValueError, match=wanted):
+        so.Placement(mesh, specs=P("x"), mode="local")
+    for axis in ("x", "y"):
+        assert so.Placement(mesh, axis, specs=P(axis), mode="local").axes == (axis,)
+
+
+def test_types_over_other_axes_are_refused_in_local_mode():
+    mesh = mesh_of(4, 2, kind="Explicit")
+    w = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("x", "y")))
+    tx = so.scale_by_sign_descent(placement=so.Placement(mesh, "x", mode="local"))
+    wanted = r"^`specs` must divide parameters over the placement's axes, \('x',\)"
+    with pytest.raises(ValueError, match=wanted):
+        tx.init({"w": w})
+
+
 # ---- inside of the user's own shard_map
 
 
