@@ -11,7 +11,7 @@ from shampoo_optax._specs import Spec, shards_of
 from shampoo_optax._stacks import Plan, Region, View
 from shampoo_optax._transform import Layout
 
-Key = tuple  # what a block has of its parameter: first and last entry, and its shape
+Key = tuple  # of a block: where in its parameter it starts, and its shape
 
 
 class Slots(NamedTuple):
@@ -132,15 +132,9 @@ def _keys(plan: Plan, region: Region, start: np.ndarray | int = 0) -> list[Key]:
     """The keys of a region's blocks, in their order."""
     grid = np.indices((region.slices, *region.grid)).reshape(1 + len(region.grid), -1)
     boxes = zip(region.start, grid[1:], region.block, strict=True)
-    first = [begin + index * side for begin, index, side in boxes]
-    last = [f + side - 1 for f, side in zip(first, region.block, strict=True)]
-    ends = [
-        _entries(plan, region.leaf, grid[0], merged) + start for merged in (first, last)
-    ]
-    return [
-        (*map(tuple, pair), region.block)
-        for pair in zip(*(end.tolist() for end in ends), strict=True)
-    ]
+    merged = [begin + index * side for begin, index, side in boxes]
+    entries = _entries(plan, region.leaf, grid[0], merged) + start
+    return [(tuple(entry), region.block) for entry in entries.tolist()]
 
 
 def _entries(
