@@ -73,7 +73,7 @@ def trace(tx, params, steps, *, jit=jax.jit):
     state = tx.init(params)
     updates, states = [], []
     for grads in steps:
-        update_now, state = update(grads, state, params)
+        update_now, state = jax.block_until_ready(update(grads, state, params))
         updates.append(update_now)
         states.append(state)
     return updates, states

@@ -116,7 +116,7 @@ def test_a_discarded_call_leaves_the_state(name, sizes):
     )
     state = tx.init(params)
     for grads in steps[: PERIOD - 1]:
-        _, state = update(grads, state, False)
+        _, state = jax.block_until_ready(update(grads, state, False))
     lost, after = update(steps[-1], state, True)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(lost))
     helpers.assert_equal(after, state)

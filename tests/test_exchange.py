@@ -131,7 +131,7 @@ def test_momentum_of_parameters_that_are_nowhere_in_particular():
     tx = so.shampoo(1e-2, momentum=0.9, placement=so.Placement(mesh_of(4)))
     state, update = tx.init(params), jax.jit(tx.update)
     for _ in range(3):
-        _, state = update(params, state, params)
+        _, state = jax.block_until_ready(update(params, state, params))
     assert update._cache_size() == 1
 
 

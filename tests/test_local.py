@@ -131,7 +131,7 @@ def test_as_on_one_device_that_cuts_where_shards_end(x64, name, kind, axes):
     assert not sends(step.as_text())
     updates = []
     for grads in trees:
-        update, state = step(grads, state, params)
+        update, state = jax.block_until_ready(step(grads, state, params))
         updates.append(update)
     assert error(jax.device_get(updates), on_one_device(name)) <= 1e-12
     assert jax.tree.map(jax.typeof, state) == types
@@ -169,7 +169,7 @@ def test_experts_stay_where_they_are():
     assert not sends(step.as_text())
     updates = []
     for tree in placed:
-        update, state = step(tree, state, placed[0])
+        update, state = jax.block_until_ready(step(tree, state, placed[0]))
         updates.append(update)
     want, single = helpers.scanned(alone, grads)
     assert error(updates, want) <= 1e-6
@@ -254,7 +254,7 @@ def test_goes_on_elsewhere(x64, make):
     state, update = so.from_portable(tx, portable, params), quick_jit(tx.update)
     got = []
     for grads in rest:
-        found, state = update(grads, state, params)
+        found, state = jax.block_until_ready(update(grads, state, params))
         got.append(found)
     assert error(got, want) <= 1e-12
 

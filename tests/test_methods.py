@@ -71,7 +71,8 @@ def run(name, numbers, steps, failing_step=None):
     updates, states = [], []
     for t, step in enumerate(steps):
         grads = zeros | {k: jnp.asarray(g, jnp.float32) for k, g in step.items()}
-        update, state = program(name)(grads, state, numbers, t == failing_step)
+        found = program(name)(grads, state, numbers, t == failing_step)
+        update, state = jax.block_until_ready(found)
         updates.append(update)
         states.append(state)
     return updates, states

@@ -24,7 +24,8 @@ def run():
     def advance(state, steps):
         updates = []
         for grads in steps:
-            update_now, state = update(jax.device_put(grads, whole), state, params)
+            grads = jax.device_put(grads, whole)
+            update_now, state = jax.block_until_ready(update(grads, state, params))
             updates.append(update_now)
         return updates, state
 

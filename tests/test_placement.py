@@ -42,7 +42,7 @@ def use(tx, params, steps, jit=None, init=None):
     update, state = (jit or (lambda f: f))(tx.update), (init or tx.init)(params)
     before, updates = jax.tree.map(jax.typeof, state), []
     for grads in steps:
-        found, state = update(grads, state, params)
+        found, state = jax.block_until_ready(update(grads, state, params))
         assert jax.tree.map(jax.typeof, state) == before
         updates.append(found)
     return updates, state

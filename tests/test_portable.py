@@ -64,7 +64,8 @@ def advance(tx, state, steps, mesh):
     """The updates of some more steps, and the last state."""
     update, params, updates = quick_jit(tx.update), replicate(PARAMS, mesh), []
     for grads in steps:
-        update_now, state = update(replicate(grads, mesh), state, params)
+        found = update(replicate(grads, mesh), state, params)
+        update_now, state = jax.block_until_ready(found)
         updates.append(update_now)
     return updates, state
 

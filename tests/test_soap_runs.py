@@ -44,7 +44,7 @@ def test_zero_bad_and_absent_gradients(method):
     def run(steps):
         state, found = tx.init(params), []
         for grads in steps:
-            updates, state = update(grads, state, params)
+            updates, state = jax.block_until_ready(update(grads, state, params))
             found.append((updates, state))
         return found
 

@@ -417,7 +417,8 @@ def test_packed_goes_on_on_other_devices(x64):
             state = so.from_portable(tx, portable, held)
         update = quick_jit(tx.update)
         for grads in steps[4 * index : 4 * index + 4]:
-            update_now, state = update(replicate(grads, mesh), state, held)
+            found = update(replicate(grads, mesh), state, held)
+            update_now, state = jax.block_until_ready(found)
             updates.append(update_now)
         portable = so.to_portable(tx, state, params)
     assert worst(updates, wanted) < 1e-12
