@@ -1,5 +1,9 @@
 """Shapes of the parameters of well-known models, as Flax lays them out."""
 
+import math
+
+import numpy as np
+
 Shapes = list[tuple[int, ...]]
 
 
@@ -48,3 +52,33 @@ MODELS = {
     "GPT-2 small": gpt(768, 12, 1024),
     "GPT 1.3B": gpt(2048, 24, 2048),
 }
+
+# What the suite measures: `MODELS` without the one whose state no laptop holds, and
+# the byte-level GPT that runs are compared on.
+SUITE = {
+    "ResNet-50": resnet50(),
+    "ViT-S/16": vit_s16(),
+    "GPT-2 small": gpt(768, 12, 1024),
+    "GPT 6x384": gpt(384, 6, 256, vocabulary=256),
+}
+# The same kinds of parameters, of a few seconds.
+SMALL = {
+    "small ConvNet": [(3, 3, 3, 8), (8,), (3, 3, 8, 16), (16,), (64, 10), (10,)],
+    "small GPT": gpt(16, 2, 8, vocabulary=32),
+}
+
+
+def count(shapes: Shapes) -> int:
+    """Returns the number of parameters."""
+    return sum(map(math.prod, shapes))
+
+
+def as_matrices(shapes: Shapes) -> Shapes:
+    """Makes each kernel one matrix, with the outputs last."""
+    return [s if len(s) < 2 else (math.prod(s[:-1]), s[-1]) for s in shapes]
+
+
+def draw(shapes: Shapes, seed: int) -> list[np.ndarray]:
+    """Draws one gradient for each parameter, normal numbers in float32."""
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape, np.float32) for shape in shapes]

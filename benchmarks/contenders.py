@@ -1,0 +1,181 @@
+"""The optimizers whose steps are timed beside `optax.adamw`, and what is told of them.
+
+A period has `PERIOD` steps, of which all but one are alike where all refreshes come
+together. Such an optimizer is built with a shorter period of the same program, which
+has another number in it; `weights` says for how many steps of a whole period each step
+of the short one stands. Where every step is alike, or blocks take turns, it is built
+as it is used.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import shampoo_optax as so
+from benchmarks.peers import GOOGLE, KRON, SOAP_JAX, Peer
+from benchmarks.shapes import Shapes, as_matrices
+
+PERIOD, SHORT = 10, 2
+RATE, DECAY = 1e-3, 1e-4
+BASE = "optax.adamw"
+ALIKE, LAST, FIRST = (PERIOD,), (PERIOD - 1, 1), (1, PERIOD - 1)
+
+# Statistics on every fifth step, and the triangles of symmetric matrices alone: the
+# configuration that is called the best one in results.
+BEST = dict(statistics_every=5, storage=so.Storage(packed=True))
+# The same steps in a period of 4: none, statistics, none, statistics and a refresh.
+BEST_SHORT, BEST_WEIGHTS = dict(refresh_every=4, statistics_every=2), (4, 1, 4, 1)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An optimizer and the steps of it that are timed.
+
+    Attributes:
+      make: builds it.
+      weights: for how many steps of a period each step of its short period stands.
+      warm_up: steps before the first that counts, a multiple of the short period.
+      peer: whose it is, if it is not optax's or ours.
+    """
+
+    make: Callable[[], optax.GradientTransformation]
+    weights: tuple[int, ...] = LAST
+    warm_up: int = SHORT
+    peer: Peer | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Optimizers that take their steps in turns.
+
+    Attributes:
+      contenders: by name; `BASE` is among them.
+      rivals: pairs of names, ours first, whose ratio is told.
+      view: what is made of the shapes of a model.
+    """
+
+    contenders: dict[str, Contender]
+    rivals: tuple[tuple[str, str], ...]
+    view: Callable[[Shapes], Shapes] = list
+
+
+def _adamw() -> optax.GradientTransformation:
+    return optax.adamw(RATE, weight_decay=DECAY)
+
+
+def _google() -> optax.GradientTransformation:
+    return GOOGLE.make(
+        RATE,
+        block_size=1024,
+        beta2=0.99,
+        weight_decay=DECAY,
+        start_preconditioning_step=SHORT,
+        preconditioning_compute_steps=SHORT,
+        graft_type=GOOGLE.module.GraftingType.RMSPROP,
+        generate_training_metrics=False,
+        **GOOGLE_EIGH,
+    )
+
+
+# As on CPU it is far the faster of its two ways; the older release has only the other.
+GOOGLE_EIGH = {} if GOOGLE.note.startswith("optax_shampoo") else {"eigh": True}
+
+
+def _kron() -> optax.GradientTransformation:
+    return KRON.make(
+        RATE, weight_decay=DECAY, preconditioner_update_probability=1 / SHORT
+    )
+
+
+def _soap_jax() -> optax.GradientTransformation:
+    return SOAP_JAX.make(RATE, weight_decay=DECAY, precondition_frequency=SHORT)
+
+
+def _soap(**options) -> Callable[[], optax.GradientTransformation]:
+    return lambda: so.soap(
+        RATE, weight_decay=DECAY, refresh_every=SHORT, start=SHORT, **options
+    )
+
+
+def on_matrices(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Gives vectors and tables of a vocabulary to Adam, as Muon wants it."""
+
+    def label(leaf: jax.Array) -> str:
+        return "matrix" if leaf.ndim == 2 and max(leaf.shape) <= 10_000 else "rest"
+
+    transforms = {"matrix": inner, "rest": _adamw()}
+    return optax.partition(transforms, lambda params: jax.tree.map(label, params))
+
+
+def _muon(b: float = 0.95) -> optax.GradientTransformation:
+    """The README's recipe, whose updates are those of `optax.contrib.muon`."""
+
+    def b3(t: jax.Array) -> jax.Array:
+        ratio = (1 - b ** (t + 2)) / (1 - b ** (t + 1))
+        return b * b / (b * b + (1 - b) * (b + ratio))
+
+    method = so.NewtonSchulz(scale=lambda m, n: jnp.sqrt(jnp.maximum(1, n / m)))
+    nesterov = optax.inject_hyperparams(so.scale_by_spectral_descent)(
+        b, b3=b3, method=method, blocking=so.Blocking(None, None)
+    )
+    return on_matrices(optax.chain(nesterov, optax.scale_by_learning_rate(RATE)))
+
+
+_BASE = {BASE: Contender(_adamw, ALIKE, warm_up=1)}
+GROUPS = {
+    "shampoo": Group(
+        _BASE
+        | {
+            "shampoo": Contender(
+                lambda: so.shampoo(RATE, weight_decay=DECAY, refresh_every=SHORT)
+            ),
+            "shampoo, staggered": Contender(
+                lambda: so.shampoo(
+                    RATE, weight_decay=DECAY, refresh_every=PERIOD, stagger=True
+                ),
+                ALIKE,
+                warm_up=PERIOD,
+            ),
+            "Google's Shampoo": Contender(_google, FIRST, peer=GOOGLE),
+            "PSGD Kron": Contender(_kron, peer=KRON),
+        },
+        rivals=(("shampoo", "Google's Shampoo"), ("shampoo", "PSGD Kron")),
+    ),
+    "best": Group(
+        _BASE
+        | {
+            "shampoo, best": Contender(
+                lambda: so.shampoo(RATE, weight_decay=DECAY, **BEST | BEST_SHORT),
+                BEST_WEIGHTS,
+                warm_up=len(BEST_WEIGHTS),
+            ),
+        },
+        rivals=(),
+    ),
+    "soap": Group(
+        _BASE
+        | {
+            "soap": Contender(_soap()),
+            "soap, QR": Contender(_soap(basis=so.QRBasis())),
+            "kl_shampoo": Contender(
+                lambda: so.kl_shampoo(RATE, weight_decay=DECAY, refresh_every=SHORT)
+            ),
+            "SOAP_JAX": Contender(_soap_jax, peer=SOAP_JAX),
+        },
+        rivals=(("soap", "SOAP_JAX"), ("soap, QR", "SOAP_JAX")),
+    ),
+    "muon": Group(
+        _BASE
+        | {
+            "muon": Contender(_muon, ALIKE),
+            "optax.contrib.muon": Contender(
+                lambda: on_matrices(optax.contrib.muon(RATE)), ALIKE
+            ),
+        },
+        rivals=(("muon", "optax.contrib.muon"),),
+        view=as_matrices,
+    ),
+}
