@@ -9,6 +9,7 @@ as it is used.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +36,13 @@ class Contender:
     """An optimizer and the steps of it that are timed.
 
     Attributes:
-      make: builds it.
+      make: builds it, given the largest side of a block.
       weights: for how many steps of a period each step of its short period stands.
       warm_up: steps before the first that counts, a multiple of the short period.
       peer: whose it is, if it is not optax's or ours.
     """
 
-    make: Callable[[], optax.GradientTransformation]
+    make: Callable[[int], optax.GradientTransformation]
     weights: tuple[int, ...] = LAST
     warm_up: int = SHORT
     peer: Peer | None = None
@@ -62,14 +63,15 @@ class Group:
     view: Callable[[Shapes], Shapes] = list
 
 
-def _adamw() -> optax.GradientTransformation:
+def _adamw(block_size: int = 0) -> optax.GradientTransformation:
     return optax.adamw(RATE, weight_decay=DECAY)
 
 
-def _google() -> optax.GradientTransformation:
+def _google(block_size: int) -> optax.GradientTransformation:
     return GOOGLE.make(
         RATE,
-        block_size=1024,
+        block_size=block_size,
+        merge_small_dims_block_size=block_size,
         beta2=0.99,
         weight_decay=DECAY,
         start_preconditioning_step=SHORT,
@@ -84,20 +86,21 @@ def _google() -> optax.GradientTransformation:
 GOOGLE_EIGH = {} if GOOGLE.note.startswith("optax_shampoo") else {"eigh": True}
 
 
-def _kron() -> optax.GradientTransformation:
+def _kron(block_size: int) -> optax.GradientTransformation:
     return KRON.make(
         RATE, weight_decay=DECAY, preconditioner_update_probability=1 / SHORT
     )
 
 
-def _soap_jax() -> optax.GradientTransformation:
+def _soap_jax(block_size: int) -> optax.GradientTransformation:
     return SOAP_JAX.make(RATE, weight_decay=DECAY, precondition_frequency=SHORT)
 
 
-def _soap(**options) -> Callable[[], optax.GradientTransformation]:
-    return lambda: so.soap(
-        RATE, weight_decay=DECAY, refresh_every=SHORT, start=SHORT, **options
-    )
+def _ours(
+    alias: Callable[..., optax.GradientTransformation], **options: Any
+) -> Callable[[int], optax.GradientTransformation]:
+    options = dict(weight_decay=DECAY, refresh_every=SHORT) | options
+    return lambda side: alias(RATE, blocking=so.Blocking(side), **options)
 
 
 def on_matrices(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -110,7 +113,7 @@ def on_matrices(inner: optax.GradientTransformation) -> optax.GradientTransforma
     return optax.partition(transforms, lambda params: jax.tree.map(label, params))
 
 
-def _muon(b: float = 0.95) -> optax.GradientTransformation:
+def muon(block_size: int, b: float = 0.95) -> optax.GradientTransformation:
     """The README's recipe, whose updates are those of `optax.contrib.muon`."""
 
     def b3(t: jax.Array) -> jax.Array:
@@ -125,20 +128,13 @@ def _muon(b: float = 0.95) -> optax.GradientTransformation:
 
 
 _BASE = {BASE: Contender(_adamw, ALIKE, warm_up=1)}
+_STAGGERED = _ours(so.shampoo, refresh_every=PERIOD, stagger=True)
 GROUPS = {
     "shampoo": Group(
         _BASE
         | {
-            "shampoo": Contender(
-                lambda: so.shampoo(RATE, weight_decay=DECAY, refresh_every=SHORT)
-            ),
-            "shampoo, staggered": Contender(
-                lambda: so.shampoo(
-                    RATE, weight_decay=DECAY, refresh_every=PERIOD, stagger=True
-                ),
-                ALIKE,
-                warm_up=PERIOD,
-            ),
+            "shampoo": Contender(_ours(so.shampoo)),
+            "shampoo, staggered": Contender(_STAGGERED, ALIKE, warm_up=PERIOD),
             "Google's Shampoo": Contender(_google, FIRST, peer=GOOGLE),
             "PSGD Kron": Contender(_kron, peer=KRON),
         },
@@ -148,7 +144,7 @@ GROUPS = {
         _BASE
         | {
             "shampoo, best": Contender(
-                lambda: so.shampoo(RATE, weight_decay=DECAY, **BEST | BEST_SHORT),
+                _ours(so.shampoo, **BEST | BEST_SHORT),
                 BEST_WEIGHTS,
                 warm_up=len(BEST_WEIGHTS),
             ),
@@ -158,11 +154,9 @@ GROUPS = {
     "soap": Group(
         _BASE
         | {
-            "soap": Contender(_soap()),
-            "soap, QR": Contender(_soap(basis=so.QRBasis())),
-            "kl_shampoo": Contender(
-                lambda: so.kl_shampoo(RATE, weight_decay=DECAY, refresh_every=SHORT)
-            ),
+            "soap": Contender(_ours(so.soap)),
+            "soap, QR": Contender(_ours(so.soap, basis=so.QRBasis())),
+            "kl_shampoo": Contender(_ours(so.kl_shampoo)),
             "SOAP_JAX": Contender(_soap_jax, peer=SOAP_JAX),
         },
         rivals=(("soap", "SOAP_JAX"), ("soap, QR", "SOAP_JAX")),
@@ -170,9 +164,9 @@ GROUPS = {
     "muon": Group(
         _BASE
         | {
-            "muon": Contender(_muon, ALIKE),
+            "muon": Contender(muon, ALIKE),
             "optax.contrib.muon": Contender(
-                lambda: on_matrices(optax.contrib.muon(RATE)), ALIKE
+                lambda _: on_matrices(optax.contrib.muon(RATE)), ALIKE
             ),
         },
         rivals=(("muon", "optax.contrib.muon"),),

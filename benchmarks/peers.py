@@ -33,7 +33,7 @@ def find(name: str, *modules: str) -> Peer:
     return Peer(None, None, "; ".join(notes))
 
 
-KRON = find("kron", "distributed_kron", "psgd_jax")
+KRON = find("kron", "distributed_kron", "psgd_jax.kron")
 SOAP_JAX = find("soap", "soap_jax")
 GOOGLE = find(
     "distributed_shampoo",

@@ -61,11 +61,8 @@ SUITE = {
     "GPT-2 small": gpt(768, 12, 1024),
     "GPT 6x384": gpt(384, 6, 256, vocabulary=256),
 }
-# The same kinds of parameters, of a few seconds.
-SMALL = {
-    "small ConvNet": [(3, 3, 3, 8), (8,), (3, 3, 8, 16), (16,), (64, 10), (10,)],
-    "small GPT": gpt(16, 2, 8, vocabulary=32),
-}
+# The same kinds of parameters, of a minute in all.
+SMALL = {"small": [(4, 4, 1, 16), (3, 3, 16, 16), *gpt(16, 1, 8, vocabulary=32)]}
 
 
 def count(shapes: Shapes) -> int:
@@ -74,8 +71,14 @@ def count(shapes: Shapes) -> int:
 
 
 def as_matrices(shapes: Shapes) -> Shapes:
-    """Makes each kernel one matrix, with the outputs last."""
-    return [s if len(s) < 2 else (math.prod(s[:-1]), s[-1]) for s in shapes]
+    """Makes each kernel one matrix, of all that merging can give the squarest."""
+    return [shape if len(shape) < 2 else _squarest(shape) for shape in shapes]
+
+
+def _squarest(shape: tuple[int, ...]) -> tuple[int, int]:
+    cuts = range(1, len(shape))
+    matrices = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in cuts]
+    return max(matrices, key=lambda sides: min(sides) / max(sides))
 
 
 def draw(shapes: Shapes, seed: int) -> list[np.ndarray]:
