@@ -1,11 +1,4 @@
-"""The optimizers whose steps are timed beside `optax.adamw`, and what is told of them.
-
-A period has `PERIOD` steps, of which all but one are alike where all refreshes come
-together. Such an optimizer is built with a shorter period of the same program, which
-has another number in it; `weights` says for how many steps of a whole period each step
-of the short one stands. Where every step is alike, or blocks take turns, it is built
-as it is used.
-"""
+"""The optimizers whose steps are timed beside those of `optax.adamw`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +10,10 @@ import optax
 
 import shampoo_optax as so
 from benchmarks.peers import GOOGLE, KRON, SOAP_JAX, Peer
+from benchmarks.periods import ALIKE, DECAY, FIRST, LAST, PERIOD, RATE, SHORT
 from benchmarks.shapes import Shapes, as_matrices
 
-PERIOD, SHORT = 10, 2
-RATE, DECAY = 1e-3, 1e-4
 BASE = "optax.adamw"
-ALIKE, LAST, FIRST = (PERIOD,), (PERIOD - 1, 1), (1, PERIOD - 1)
 
 # Statistics on every fifth step, and the triangles of symmetric matrices alone: the
 # configuration that is called the best one in results.
@@ -100,7 +91,8 @@ def _ours(
     alias: Callable[..., optax.GradientTransformation], **options: Any
 ) -> Callable[[int], optax.GradientTransformation]:
     options = dict(weight_decay=DECAY, refresh_every=SHORT) | options
-    return lambda side: alias(RATE, blocking=so.Blocking(side), **options)
+    merge_to = options.pop("merge_to", 2)
+    return lambda side: alias(RATE, blocking=so.Blocking(side, merge_to), **options)
 
 
 def on_matrices(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -129,6 +121,9 @@ def muon(block_size: int, b: float = 0.95) -> optax.GradientTransformation:
 
 _BASE = {BASE: Contender(_adamw, ALIKE, warm_up=1)}
 _STAGGERED = _ours(so.shampoo, refresh_every=PERIOD, stagger=True)
+_BEST = Contender(
+    _ours(so.shampoo, **BEST | BEST_SHORT), BEST_WEIGHTS, warm_up=len(BEST_WEIGHTS)
+)
 GROUPS = {
     "shampoo": Group(
         _BASE
@@ -143,11 +138,7 @@ GROUPS = {
     "best": Group(
         _BASE
         | {
-            "shampoo, best": Contender(
-                _ours(so.shampoo, **BEST | BEST_SHORT),
-                BEST_WEIGHTS,
-                warm_up=len(BEST_WEIGHTS),
-            ),
+            "shampoo, best": _BEST,
         },
         rivals=(),
     ),
@@ -172,4 +163,13 @@ GROUPS = {
         rivals=(("muon", "optax.contrib.muon"),),
         view=as_matrices,
     ),
+}
+
+# What is compared with the official PyTorch package, which keeps triangles too.
+BESIDE_TORCH = _BASE | {
+    "ours, like for like": Contender(
+        _ours(so.shampoo, storage=so.Storage(packed=True), merge_to=1)
+    ),
+    "ours, unpacked": Contender(_ours(so.shampoo, merge_to=1)),
+    "ours, best": _BEST,
 }

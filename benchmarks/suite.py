@@ -11,6 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.contenders import BASE, Contender, Group
+from benchmarks.periods import plain_and_refresh, ratio_of, round_means
 from benchmarks.shapes import Shapes, count, draw
 from benchmarks.timing import Program, build, collect, in_turns
 
@@ -132,35 +133,6 @@ def _gradients(shapes: Shapes, turns: Sequence[int]) -> Iterator[dict[str, jax.A
     for turn in turns:
         arrays = enumerate(draw(shapes, seed=turn % 2**32))
         yield jax.device_put({f"{index:03}": array for index, array in arrays})
-
-
-def round_means(
-    seconds: Sequence[float], weights: Sequence[int], length: int
-) -> np.ndarray:
-    """Returns the mean step of a period as each round has it, `[rounds]`.
-
-    Args:
-      seconds: of every step.
-      weights: for how many steps of a period each step of the short period stands.
-      length: the steps of a round, a multiple of those of the short period.
-    """
-    every = np.tile(weights, length // len(weights))
-    return np.reshape(seconds, (-1, length)) @ (every / every.sum())
-
-
-def ratio_of(ours: np.ndarray, others: np.ndarray) -> float:
-    """Returns the median of the ratios of rounds."""
-    return float(np.median(ours / others))
-
-
-def plain_and_refresh(
-    seconds: Sequence[float], weights: Sequence[int]
-) -> tuple[float, float | None]:
-    """Returns the medians of the most frequent steps and of the longest ones."""
-    table = np.reshape(seconds, (-1, len(weights)))
-    frequent = np.equal(weights, max(weights))
-    refresh = np.max(np.median(table, axis=0)) if len(weights) > 1 else None
-    return float(np.median(table[:, frequent])), refresh and float(refresh)
 
 
 def _row(
