@@ -1,13 +1,14 @@
 """Steps beside those of the official PyTorch package: `... benchmarks.compare_torch`.
 
 A process of each kind stays in memory, and they take their steps in turns, so that one
-works while the others wait. Both have two threads, torch by `torch.set_num_threads(2)`,
-XLA as many as cores, with `OPENBLAS_NUM_THREADS=1`. The same shapes (kernels of
-convolutions laid out as each package has them) and normal gradients that are new at
-every step, float32, Adam grafting, roots by eigendecomposition, one refresh in ten
-steps. `official` is the package as it comes, which keeps triangles of its matrices, as
-`like for like` does. The mean is that of a period of ten steps; ratios are medians,
-over the rounds, of ratios within a round.
+works while the others wait. XLA has as many threads as there are cores, with
+`OPENBLAS_NUM_THREADS=1`, torch those that `--torch-threads` says: MKL's
+eigendecompositions take many times as long with two where anything else runs. The same
+shapes (kernels of convolutions laid out as each package has them) and normal gradients
+that are new at every step, float32, Adam grafting, roots by eigendecomposition, one
+refresh in ten steps. `official` is the package as it comes, which keeps triangles of
+its matrices, as `like for like` does. The mean is that of a period of ten steps; ratios
+are medians, over the rounds, of ratios within a round.
 
 It takes a Python with torch, and a checkout of facebookresearch/optimizers.
 """
@@ -60,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for model in options.models:
         seconds = measure(model, options)
         numbers[model] = seconds
-        parts.append(f"{model}, {options.rounds} rounds\n\n```\n{table(seconds)}\n```")
+        head = f"{model}, blocks of {options.block_size}, {options.rounds} rounds, "
+        head += f"torch with {options.torch_threads} threads"
+        parts.append(f"{head}\n\n```\n{table(seconds)}\n```")
         print(parts[-1])
     (options.out / "torch.json").write_text(json.dumps(numbers) + "\n")
     (options.out / "torch.md").write_text("\n\n".join(parts) + "\n")
@@ -76,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         required=True,
         help="the folder that holds `distributed_shampoo`",
+    )
+    parser.add_argument(
+        "--torch-threads", type=positive_int, default=2, help="default: 2"
     )
     parser.add_argument(
         "--models",
@@ -132,8 +138,9 @@ def start(model: str, kind: str, options: argparse.Namespace) -> subprocess.Pope
     if kind in TORCH:
         paths.append(options.torch_repo.absolute())
         python, module = options.torch_python.absolute(), "benchmarks.torch_worker"
+    numbers = [str(options.block_size), str(options.torch_threads)]
     return subprocess.Popen(
-        [str(python), "-m", module, model, kind, str(options.block_size)],
+        [str(python), "-m", module, model, kind, *numbers],
         env=os.environ
         | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OPENBLAS_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,

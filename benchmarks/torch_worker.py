@@ -1,7 +1,7 @@
 """Steps of the official PyTorch package, in a Python that has torch and not jax.
 
-`python -m benchmarks.torch_worker MODEL KIND BLOCK_SIZE`, with the repository of
-facebookresearch/optimizers on `PYTHONPATH`. It uses two threads.
+`python -m benchmarks.torch_worker MODEL KIND BLOCK_SIZE THREADS`, with the
+repository of facebookresearch/optimizers on `PYTHONPATH`.
 """
 
 import sys
@@ -21,8 +21,8 @@ from benchmarks.worker import serve
 
 def main() -> None:
     """Takes the steps that it is told to."""
-    model, kind, block_size = sys.argv[1:]
-    torch.set_num_threads(2)
+    model, kind, block_size, threads = sys.argv[1:]
+    torch.set_num_threads(int(threads))
     shapes = as_torch((SUITE | SMALL)[model])
     params = [torch.nn.Parameter(torch.from_numpy(x)) for x in draw(shapes, seed=0)]
     optimizer = make(kind, params, int(block_size))

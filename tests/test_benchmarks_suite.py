@@ -234,7 +234,7 @@ def test_the_floor_is_measured(tmp_path, capsys, monkeypatch):
 
 def test_a_process_answers_with_the_seconds_of_its_steps(monkeypatch, capsys):
     monkeypatch.setitem(jax_worker.SMALL, "small", TINY)
-    monkeypatch.setattr(sys, "argv", ["worker", "small", BASE, "16"])
+    monkeypatch.setattr(sys, "argv", ["worker", "small", BASE, "16", "2"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("1\n2\n"))
     jax_worker.main()
     first, second = map(float, capsys.readouterr().out.split())
