@@ -115,13 +115,12 @@ def _shampoo_lean(
 ) -> optax.GradientTransformation:
     """Shampoo for less: no factors of vectors, and statistics of each fifth gradient.
 
-    With a `b2` of 0.95 their mean reaches back over as many steps as with 0.99.
+    With a `b2` to that power their mean reaches back over as many steps.
     """
-    less = dict(b2=0.95, graft_b2=0.99, statistics_every=5)
+    every = min(5, settings.refresh_every)
+    less = dict(b2=0.99**every, graft_b2=0.99, statistics_every=every)
     axes = so.Axes(min_order=2)
-    return so.shampoo(
-        schedule, graft="adam", axes=axes, stagger=True, **_shared(settings) | less
-    )
+    return so.shampoo(schedule, graft="adam", axes=axes, **_shared(settings) | less)
 
 
 def _kl_shampoo(
