@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 import shampoo_optax as so
@@ -13,8 +14,22 @@ from benchmarks.mesh import mesh_of
 WARMUP = 0.05
 WIRES = ("float32", "bfloat16", "float16")
 RATES = {
-    "images": {"adamw": 8e-3, "shampoo": 2e-3, "soap": 2e-3},
-    "text": {"adamw": 4e-3, "shampoo": 8e-3, "soap": 8e-3},
+    "images": dict(
+        shampoo=2e-3,
+        shampoo_lean=2e-3,
+        soap=2e-3,
+        kl_shampoo=2e-3,
+        muon=4e-3,
+        adamw=8e-3,
+    ),
+    "text": dict(
+        shampoo=8e-3,
+        shampoo_lean=8e-3,
+        soap=8e-3,
+        kl_shampoo=8e-3,
+        muon=8e-3,
+        adamw=4e-3,
+    ),
 }
 
 
@@ -76,35 +91,74 @@ def _adamw(
     )
 
 
+def _shared(settings: Settings) -> dict[str, Any]:
+    """Returns what Shampoo, KL-Shampoo and SOAP take alike."""
+    return dict(
+        b1=0.9,
+        b2=0.99,
+        weight_decay=settings.weight_decay,
+        mask=_matrices,
+        refresh_every=settings.refresh_every,
+        blocking=so.Blocking(block_size=settings.block_size),
+        placement=_placement(settings),
+    )
+
+
 def _shampoo(
     schedule: optax.Schedule, settings: Settings
 ) -> optax.GradientTransformation:
-    return so.shampoo(
-        schedule,
-        b1=0.9,
-        b2=0.99,
-        weight_decay=settings.weight_decay,
-        mask=_matrices,
-        refresh_every=settings.refresh_every,
-        graft="adam",
-        blocking=so.Blocking(block_size=settings.block_size),
-        placement=_placement(settings),
-    )
+    return so.shampoo(schedule, graft="adam", **_shared(settings))
+
+
+def _shampoo_lean(
+    schedule: optax.Schedule, settings: Settings
+) -> optax.GradientTransformation:
+    """Shampoo for less: no factors of vectors, and statistics of each fifth gradient.
+
+    With a `b2` to that power their mean reaches back over as many steps.
+    """
+    every = min(5, settings.refresh_every)
+    less = dict(b2=0.99**every, graft_b2=0.99, statistics_every=every)
+    axes = so.Axes(min_order=2)
+    return so.shampoo(schedule, graft="adam", axes=axes, **_shared(settings) | less)
+
+
+def _kl_shampoo(
+    schedule: optax.Schedule, settings: Settings
+) -> optax.GradientTransformation:
+    return so.kl_shampoo(schedule, graft="adam", **_shared(settings))
 
 
 def _soap(schedule: optax.Schedule, settings: Settings) -> optax.GradientTransformation:
-    return so.soap(
-        schedule,
-        b1=0.9,
-        b2=0.99,
-        weight_decay=settings.weight_decay,
-        mask=_matrices,
-        refresh_every=settings.refresh_every,
-        blocking=so.Blocking(block_size=settings.block_size),
-        placement=_placement(settings),
+    return so.soap(schedule, **_shared(settings))
+
+
+def _size_of_adamw(rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """Gives an orthogonal matrix entries as large as AdamW's are seen to be."""
+    return 0.2 * jnp.sqrt(jnp.maximum(rows, columns))
+
+
+def _muon(schedule: optax.Schedule, settings: Settings) -> optax.GradientTransformation:
+    """Muon for hidden matrices, AdamW for all else."""
+    direction = so.scale_by_spectral_descent(
+        method=so.NewtonSchulz(scale=_size_of_adamw), placement=_placement(settings)
     )
+    muon = optax.chain(
+        direction,
+        optax.add_decayed_weights(settings.weight_decay),
+        optax.scale_by_learning_rate(schedule),
+    )
+    rest = dict.fromkeys((rule.label for rule in so.RULES), _adamw(schedule, settings))
+    return optax.partition(rest | {"matrix": muon}, so.label_by(*so.RULES))
 
 
 OPTIMIZERS: dict[
     str, Callable[[optax.Schedule, Settings], optax.GradientTransformation]
-] = {"shampoo": _shampoo, "adamw": _adamw, "soap": _soap}
+] = {
+    "shampoo": _shampoo,
+    "shampoo_lean": _shampoo_lean,
+    "adamw": _adamw,
+    "soap": _soap,
+    "kl_shampoo": _kl_shampoo,
+    "muon": _muon,
+}

@@ -6,19 +6,18 @@ process, step by step. Largest and median are of single steps: where all refresh
 together, one step in ten does the work of the period.
 """
 
+import itertools
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 import shampoo_optax as so
 from benchmarks.cli import Parser, make_folder, positive_int
-from benchmarks.shapes import MODELS, Shapes
+from benchmarks.shapes import MODELS, Shapes, draw
+from benchmarks.timing import build, collect, in_turns
 from shampoo_optax._tables import aligned
 
 PERIOD, MEASURED = 10, 2
@@ -54,37 +53,22 @@ def row(name: str, compilation: float, steps: Sequence[float]) -> list[str]:
 
 def measure(shapes: Shapes, block_size: int) -> dict[str, tuple[float, list[float]]]:
     """Returns, for each kind, the seconds to compile and those of each step."""
-    rng = np.random.default_rng(0)
-    grads = [rng.standard_normal(shape, np.float32) for shape in shapes]
-    grads = jax.device_put(grads)
-    runs, seconds = {}, {}
-    for name, stagger in KINDS.items():
-        tx = so.scale_by_shampoo(
-            refresh_every=PERIOD,
-            stagger=stagger,
-            blocking=so.Blocking(block_size=block_size),
+    grads = jax.device_put(draw(shapes, seed=0))
+    programs = {
+        name: build(
+            so.scale_by_shampoo(
+                refresh_every=PERIOD,
+                stagger=stagger,
+                blocking=so.Blocking(block_size=block_size),
+            ),
+            grads,
         )
-        began = time.perf_counter()
-        state = tx.init(grads)
-        update = jax.jit(tx.update, donate_argnums=1).lower(grads, state).compile()
-        seconds[name] = time.perf_counter() - began, []
-        runs[name] = update, state
-    for step in range(PERIOD * (1 + MEASURED)):
-        for name, (update, state) in runs.items():
-            state, spent = take_step(update, grads, state)
-            runs[name] = update, state
-            if step >= PERIOD:
-                seconds[name][1].append(spent)
-    return seconds
-
-
-def take_step(
-    update: Any, grads: optax.Updates, state: optax.OptState
-) -> tuple[optax.OptState, float]:
-    """Returns the state after one step, and its seconds."""
-    began = time.perf_counter()
-    _, state = jax.block_until_ready(update(grads, state))
-    return state, time.perf_counter() - began
+        for name, stagger in KINDS.items()
+    }
+    steps = {name: program.step for name, program in programs.items()}
+    turns = itertools.repeat(grads, PERIOD * (1 + MEASURED))
+    seconds = collect(in_turns(steps, turns))
+    return {name: (programs[name].seconds, seconds[name][PERIOD:]) for name in KINDS}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,9 @@
 """Shapes of the parameters of well-known models, as Flax lays them out."""
 
+import math
+
+import numpy as np
+
 Shapes = list[tuple[int, ...]]
 
 
@@ -48,3 +52,36 @@ MODELS = {
     "GPT-2 small": gpt(768, 12, 1024),
     "GPT 1.3B": gpt(2048, 24, 2048),
 }
+
+# What the suite measures: `MODELS` without the one whose state no laptop holds, and
+# the byte-level GPT that runs are compared on.
+SUITE = {
+    "ResNet-50": resnet50(),
+    "ViT-S/16": vit_s16(),
+    "GPT-2 small": gpt(768, 12, 1024),
+    "GPT 6x384": gpt(384, 6, 256, vocabulary=256),
+}
+# The same kinds of parameters, of a minute in all.
+SMALL = {"small": [(4, 4, 1, 16), (3, 3, 16, 16), *gpt(16, 1, 8, vocabulary=32)]}
+
+
+def count(shapes: Shapes) -> int:
+    """Returns the number of parameters."""
+    return sum(map(math.prod, shapes))
+
+
+def as_matrices(shapes: Shapes) -> Shapes:
+    """Makes each kernel one matrix, of all that merging can give the squarest."""
+    return [shape if len(shape) < 2 else _squarest(shape) for shape in shapes]
+
+
+def _squarest(shape: tuple[int, ...]) -> tuple[int, int]:
+    cuts = range(1, len(shape))
+    matrices = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in cuts]
+    return max(matrices, key=lambda sides: min(sides) / max(sides))
+
+
+def draw(shapes: Shapes, seed: int) -> list[np.ndarray]:
+    """Draws one gradient for each parameter, normal numbers in float32."""
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape, np.float32) for shape in shapes]

@@ -7,23 +7,22 @@ state is donated, as in training.
 """
 
 import argparse
+import itertools
 import os
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 # Read once, when the libraries start: before the first import of jax.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 import shampoo_optax as so
 from benchmarks.cli import positive_int
-from benchmarks.shapes import Shapes
+from benchmarks.shapes import Shapes, draw
+from benchmarks.timing import build, collect, in_turns
 from shampoo_optax._tables import aligned, human_bytes
 
 TREES: dict[str, Shapes] = {
@@ -46,6 +45,7 @@ FORMS = {
         **BFLOAT16, momentum="bfloat16", packed=True
     ),
 }
+WARM_UP = 2
 HEAD = ["tree", "state", "factors + roots", "ratio", "step (ms)", "ratio"]
 
 
@@ -73,10 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def measure(tree: str, rounds: int) -> list[list[str]]:
     """Returns a row for each form of the state of a tree."""
-    rng = np.random.default_rng(0)
     grads = {
-        str(index): jnp.asarray(rng.standard_normal(shape), jnp.float32)
-        for index, shape in enumerate(TREES[tree])
+        str(index): jnp.asarray(grad)
+        for index, grad in enumerate(draw(TREES[tree], seed=0))
     }
     transforms = {name: transform(storage) for name, storage in FORMS.items()}
     seconds = times(transforms, grads, rounds)
@@ -112,28 +111,9 @@ def times(
     transforms: dict[str, Any], grads: Any, rounds: int
 ) -> dict[str, list[float]]:
     """Returns the seconds of every step of each transform, taken in turns."""
-    steps = {name: stepper(tx, grads) for name, tx in transforms.items()}
-    seconds = {name: [] for name in transforms}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            began = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - began)
-    return seconds
-
-
-def stepper(tx: Any, grads: Any) -> Callable[[], None]:
-    """Returns a function that takes a step; the first two have been taken."""
-    update = jax.jit(tx.update, donate_argnums=1)
-    held = [tx.init(grads)]
-
-    def step() -> None:
-        updates, held[0] = update(grads, held[0])
-        jax.block_until_ready((updates, held[0]))
-
-    for _ in range(2):
-        step()
-    return step
+    steps = {name: build(tx, grads).step for name, tx in transforms.items()}
+    seconds = collect(in_turns(steps, itertools.repeat(grads, WARM_UP + rounds)))
+    return {name: spent[WARM_UP:] for name, spent in seconds.items()}
 
 
 if __name__ == "__main__":

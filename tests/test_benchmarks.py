@@ -190,7 +190,9 @@ def test_eight_devices_give_the_curve_of_one(counting, optimizer):
     np.testing.assert_allclose(eight.losses, one.losses, rtol=5e-6)
     assert eight.final == pytest.approx(one.final, rel=5e-6)
     share = eight.state_bytes / one.state_bytes
-    assert share == 1 if optimizer == "adamw" else 1 / 8 <= share < 1.5 / 8
+    # The model has no hidden matrix, so that Muon leaves all to AdamW.
+    whole = optimizer in ("adamw", "muon")
+    assert share == 1 if whole else 1 / 8 <= share < 1.5 / 8
 
 
 def test_a_narrow_wire_changes_the_curve_a_little(counting):

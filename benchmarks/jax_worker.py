@@ -1,0 +1,30 @@
+"""Steps of an optimizer in JAX: `python -m benchmarks.jax_worker MODEL KIND SIDE`."""
+
+import functools
+import sys
+from collections.abc import Callable
+
+import jax
+
+from benchmarks.contenders import BESIDE_TORCH
+from benchmarks.shapes import SMALL, SUITE, draw
+from benchmarks.timing import build
+from benchmarks.worker import serve
+
+
+def main() -> None:
+    """Takes the steps that it is told to."""
+    model, kind, block_size = sys.argv[1:]
+    shapes = (SUITE | SMALL)[model]
+    params = jax.device_put(draw(shapes, seed=0))
+    program = build(BESIDE_TORCH[kind].make(int(block_size)), params)
+
+    def prepare(turn: int) -> Callable[[], object]:
+        grads = jax.block_until_ready(jax.device_put(draw(shapes, seed=turn)))
+        return functools.partial(program.step, grads)
+
+    serve(prepare)
+
+
+if __name__ == "__main__":
+    main()
