@@ -13,6 +13,7 @@ It takes a Python with torch, and a checkout of facebookresearch/optimizers.
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import math
@@ -102,19 +103,20 @@ def _parser() -> argparse.ArgumentParser:
 
 def measure(model: str, options: argparse.Namespace) -> dict[str, list[float]]:
     """Returns the seconds of the steps of each kind, after the first few."""
-    workers = {kind: start(model, kind, options) for kind in options.kinds}
-    steps = {
-        kind: functools.partial(ask, worker, kind) for kind, worker in workers.items()
-    }
     turns = WARM_UP + options.rounds * round_length(options.kinds)
-    try:
+    with contextlib.ExitStack() as stack:
+        # They end where their input is closed.
+        workers = {
+            kind: stack.enter_context(start(model, kind, options))
+            for kind in options.kinds
+        }
+        steps = {
+            kind: functools.partial(ask, worker, kind)
+            for kind, worker in workers.items()
+        }
         pairs = in_turns(steps, range(1, turns + 1))
         bar = tqdm(pairs, desc=model, total=turns * len(steps), unit="step")
         seconds = collect(bar)
-    finally:
-        for worker in workers.values():
-            worker.kill()
-            worker.wait()
     return {kind: spent[WARM_UP:] for kind, spent in seconds.items()}
 
 

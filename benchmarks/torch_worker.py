@@ -15,7 +15,7 @@ from distributed_shampoo import (
 )
 
 from benchmarks.periods import DECAY, RATE, SHORT
-from benchmarks.shapes import SMALL, SUITE, Shapes, draw
+from benchmarks.shapes import SMALL, SUITE, as_torch, draw
 from benchmarks.worker import serve
 
 
@@ -33,15 +33,6 @@ def main() -> None:
         return optimizer.step
 
     serve(prepare)
-
-
-def as_torch(shapes: Shapes) -> Shapes:
-    """Lays kernels of convolutions out as torch does, outputs and inputs first."""
-
-    def turned(shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (*shape[:1:-1], *shape[:2]) if len(shape) == 4 else shape
-
-    return [turned(shape) for shape in shapes]
 
 
 def make(kind: str, params: list, block_size: int) -> torch.optim.Optimizer:
