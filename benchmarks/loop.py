@@ -103,7 +103,7 @@ def train(task: Task, run: Run) -> Record:
     )
     devices = run.settings.devices
     data = jax.device_put(task.dataset.train, whole(devices))
-    state = _initial_state(task, optimizer, run)
+    state = initial_state(task, optimizer, run.seed, devices)
     record = Record(
         run=run,
         dataset=task.dataset.name,
@@ -169,12 +169,12 @@ def make_evaluation(task: Task, split: str) -> Callable[[Any], tuple[float, floa
     return evaluate
 
 
-def _initial_state(
-    task: Task, optimizer: optax.GradientTransformation, run: Run
+def initial_state(
+    task: Task, optimizer: optax.GradientTransformation, seed: int, devices: int
 ) -> TrainState:
+    """Returns fresh parameters on all devices, and the optimizer's state for them."""
     inputs, _ = task.take(task.dataset.train, jnp.zeros(1, jnp.int32))
-    params = task.model.init(jax.random.key(run.seed), inputs)
-    devices = run.settings.devices
+    params = task.model.init(jax.random.key(seed), inputs)
     params = jax.device_put(params, whole(devices))
     mesh = mesh_of(devices)
     shardings = mesh and so.state_shardings(optimizer, params, mesh)

@@ -5,10 +5,8 @@ from shampoo_optax._alias import shampoo, soap
 from shampoo_optax._alias_root_free import inverse_free_shampoo, root_free_rmsprop
 from shampoo_optax._averaging import (
     IterateAveragingState,
-    ScaleByMomentumState,
     eval_params,
     primal_averaging,
-    scale_by_momentum,
     schedule_free,
     train_params,
 )
@@ -48,6 +46,7 @@ from shampoo_optax._methods import (
     PseudoInverse,
     QRBasis,
 )
+from shampoo_optax._momentum import ScaleByMomentumState, scale_by_momentum
 from shampoo_optax._placement import Placement
 from shampoo_optax._plot_placement import plot_placement
 from shampoo_optax._plots import plot_health, plot_spectra

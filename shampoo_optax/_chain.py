@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from shampoo_optax._averaging import scale_by_momentum
 from shampoo_optax._checks import (
     Decay,
     Mask,
@@ -19,6 +18,7 @@ from shampoo_optax._checks import (
 from shampoo_optax._config import Stored
 from shampoo_optax._decay import decay_weights
 from shampoo_optax._mesh import place_rest
+from shampoo_optax._momentum import scale_by_momentum
 from shampoo_optax._placement import Placement
 from shampoo_optax._rms import cap_rms, match_rms
 from shampoo_optax._trees import is_none, tree_map

@@ -25,6 +25,14 @@ class DecayWeightsState(NamedTuple):
 
     Attributes:
       count: the number of steps taken.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> tx = so.decay_weights(0.1)
+      >>> state = tx.init({"w": jnp.zeros((4, 3))})
+      >>> int(state.count)
+      0
     """
 
     count: jax.Array  # [], int32

@@ -94,6 +94,13 @@ class Description:
       parts: one for each of our transforms in the order of their states, with
         `owners`, `stacks`, `slots`, `bytes`, `flops`, `wire` and `efficiency`.
       other_bytes: bytes of the rest of the state, which no `Placement` divides.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> (part,) = so.describe({"w": jnp.zeros((4, 3))}, so.scale_by_shampoo()).parts
+      >>> part.bytes["factors"].total
+      100
     """
 
     parts: tuple[Part, ...]

@@ -61,6 +61,15 @@ class Diagnosis:
     Attributes:
       rows: one for each parameter of each transform, with `transform`, `path`, `step`,
         `blocks`, the measures of its worst block, and `remarks`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> params = {"w": jnp.zeros((4, 3))}
+      >>> tx = so.scale_by_shampoo(metrics=True)
+      >>> (row,) = so.diagnose(tx.init(params), params, tx).rows
+      >>> row.path, row.blocks
+      ('w', 1)
     """
 
     rows: tuple[Health, ...]

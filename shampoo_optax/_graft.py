@@ -22,10 +22,19 @@ class GraftState(NamedTuple):
     Attributes:
       direction: the state of the transform whose direction is taken.
       magnitude: the state of the transform whose norms are taken.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> import optax
+      >>> tx = so.graft(so.scale_by_shampoo(graft=None), optax.scale_by_adam())
+      >>> state = tx.init({"w": jnp.zeros((4, 3))})
+      >>> type(state.magnitude).__name__
+      'ScaleByAdamState'
     """
 
-    direction: optax.OptState
-    magnitude: optax.OptState
+    direction: optax.OptState  # as that transform has it
+    magnitude: optax.OptState  # as that transform has it
 
 
 def graft(

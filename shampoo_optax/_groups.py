@@ -241,6 +241,14 @@ class Groups:
     Attributes:
       rows: one for each parameter in the order of the tree, with `path`, `shape`,
         `label` and `entries`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> params = {"w": jnp.zeros((4, 3)), "bias": jnp.zeros(3)}
+      >>> groups = so.describe_groups(params, so.label_by(so.VECTOR))
+      >>> groups.labels
+      {'bias': 'vector', 'w': 'matrix'}
     """
 
     rows: tuple[Labelled, ...]

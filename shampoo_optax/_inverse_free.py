@@ -45,6 +45,14 @@ class ScaleByInverseFreeShampooState(NamedTuple):
       filtered: moving average of the gradient; empty where `b1` is 0.
       failures: how many new roots were refused, for each block.
       skipped: how many steps gave no finite direction, for each block.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> tx = so.scale_by_inverse_free_shampoo(batch_size=8.0)
+      >>> state = tx.init({"w": jnp.zeros((4, 3))})
+      >>> state.roots["4x3"]["1"].shape
+      (1, 3, 3)
     """
 
     count: jax.Array  # [], int32

@@ -34,6 +34,10 @@ class Eigh:
       >>> import shampoo_optax as so
       >>> so.Eigh(ridge="after")
       Eigh(ridge='after', max_residual=0.01)
+
+    References:
+      Shi et al., `A Distributed Data-Parallel PyTorch Implementation of the
+      Distributed Shampoo Optimizer <https://arxiv.org/abs/2309.06497>`_, 2023, 3.2
     """
 
     ridge: Ridge = "before"
@@ -65,6 +69,11 @@ class PseudoInverse:
       >>> import shampoo_optax as so
       >>> so.PseudoInverse(rtol=1e-6)
       PseudoInverse(rtol=1e-06, atol=0.0, max_residual=0.01)
+
+    References:
+      Shi et al., `A Distributed Data-Parallel PyTorch Implementation of the
+      Distributed Shampoo Optimizer <https://arxiv.org/abs/2309.06497>`_, 2023, whose
+      code has it
     """
 
     rtol: float | None = None
@@ -276,6 +285,10 @@ class EighBasis:
       >>> import shampoo_optax as so
       >>> so.EighBasis(tolerance=0.1)
       EighBasis(tolerance=0.1, max_residual=0.01)
+
+    References:
+      Eschenhagen et al., `Purifying Shampoo
+      <https://arxiv.org/abs/2506.03595>`_, 2025, for the criterion
     """
 
     tolerance: float = 0.0
@@ -310,6 +323,11 @@ class QRBasis:
       >>> import shampoo_optax as so
       >>> so.QRBasis(max_iterations=5)
       QRBasis(max_iterations=5, tolerance=0.01, max_residual=0.01)
+
+    References:
+      Vyas et al., `SOAP: Improving and Stabilizing Shampoo using Adam
+      <https://arxiv.org/abs/2409.11321>`_, 2024; Eschenhagen et al., `Purifying Shampoo
+      <https://arxiv.org/abs/2506.03595>`_, 2025, for the criterion
     """
 
     max_iterations: int = 1
@@ -355,6 +373,10 @@ class Eigendecomposed:
       >>> import shampoo_optax as so
       >>> root = so.Eigendecomposed(so.QRBasis(max_iterations=2))
       >>> tx = so.scale_by_shampoo(root=root)
+
+    References:
+      Eschenhagen et al., `Purifying Shampoo
+      <https://arxiv.org/abs/2506.03595>`_, 2025
     """
 
     basis: Basis = EighBasis()

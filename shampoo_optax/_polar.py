@@ -44,7 +44,7 @@ class NewtonSchulz:
         from 1e-3 to 1 have to end within 0.5 of 1 if the last polynomial is applied
         100 times more; with several, one for each of the `steps`, those from 1e-2 to
         1 have to end there, and smaller ones below 1.5. Default
-        (3.4445, -4.775, 2.0315).
+        `(3.4445, -4.775, 2.0315)`.
       steps: number of steps, an integer from 1 to 100, and not below the number of
         polynomials. Default 5.
       eps: the norm is taken to be at least this, >= 0; above 0, blocks with smaller

@@ -28,6 +28,14 @@ class ScaleByRootFreeRmsState(NamedTuple):
       graft_moments: second moments of the grafted method; empty without any.
       filtered: moving average of the gradient; empty where `b1` is 0.
       skipped: how many steps gave no finite direction, for each block.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> tx = so.scale_by_root_free_rms(batch_size=8.0)
+      >>> state = tx.init({"w": jnp.zeros((4, 3))})
+      >>> state.moments["4x3"].shape
+      (1, 4, 3)
     """
 
     count: jax.Array  # [], int32

@@ -17,6 +17,14 @@ class ScaleByRowWiseAdagradState(NamedTuple):
 
     Attributes:
       accumulators: V, a tree like the parameters with one number for each row.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> tx = so.scale_by_row_wise_adagrad()
+      >>> state = tx.init({"w": jnp.zeros((4, 3))})
+      >>> state.accumulators["w"].shape
+      (4,)
     """
 
     accumulators: optax.Updates  # [rows], [] for scalars; float32 or wider

@@ -56,6 +56,16 @@ class ScaleByShampooState(NamedTuple):
         without a failure; and of the last step the `rms` of the direction, the
         `cosines` between direction and gradient, and the norm of the `grafting` over
         that of the direction. What is not known, or did not move, is 0.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> tx = so.scale_by_shampoo()
+      >>> state = tx.init({"w": jnp.zeros((4, 3))})
+      >>> state.factors["4x3"]["0"].shape
+      (1, 4, 4)
+      >>> state.roots["4x3"]["1"].shape
+      (1, 3, 3)
     """
 
     count: jax.Array  # [], int32

@@ -30,6 +30,14 @@ class ScaleBySignDescentState(NamedTuple):
       graft_moments: second moments of the grafted method; empty without any.
       filtered: moving average of the gradient; empty where `b1` is 0.
       skipped: how many steps gave no finite direction, for each block.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> tx = so.scale_by_sign_descent()
+      >>> state = tx.init({"w": jnp.zeros((4, 3))})
+      >>> state.filtered["4x3"].shape
+      (1, 4, 3)
     """
 
     count: jax.Array  # [], int32

@@ -78,6 +78,14 @@ class ScaleBySoapState(NamedTuple):
         without a failure; and of the last step the `rms` of the direction, the
         `cosines` between direction and gradient, and the norm of the `grafting` over
         that of the direction. What is not known, or did not move, is 0.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import shampoo_optax as so
+      >>> tx = so.scale_by_soap()
+      >>> state = tx.init({"w": jnp.zeros((4, 3))})
+      >>> state.bases["4x3"]["0"].shape
+      (1, 4, 4)
     """
 
     count: jax.Array  # [], int32

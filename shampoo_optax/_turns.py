@@ -102,8 +102,9 @@ def take_turns(
     phases = np.concatenate([turns.phases[name] for name in stacks])
     order = np.argsort(phases, kind="stable").astype(np.int32)
     counts = np.bincount(phases, minlength=turns.period)
-    ends = np.cumsum([0, *counts, 0], dtype=np.int32)  # of nobody's turn, none
-    first, last = (jnp.asarray(ends)[turns.phase + k] for k in (0, 1))
+    ascending = phases[order]
+    first = jnp.sum(ascending < turns.phase, dtype=jnp.int32)
+    last = jnp.sum(ascending <= turns.phase, dtype=jnp.int32)
     width = at_once(counts)
     lanes = jnp.arange(width, dtype=jnp.int32)
 
