@@ -57,14 +57,14 @@ def test_means_are_those_of_whole_periods():
 
 @pytest.mark.parametrize(
     "alias, options",
-    [(so.shampoo, {}), (so.shampoo, contenders.BEST), (so.soap, {})]
+    [(so.shampoo, {}), (so.shampoo, contenders.LEAN), (so.soap, {})]
     + [(so.kl_shampoo, {})],
 )
 def test_a_short_period_is_the_same_program(alias, options):
     short = dict(refresh_every=periods.SHORT)
     weights, whole = periods.LAST, dict(refresh_every=periods.PERIOD)
     if options:
-        short, weights = contenders.BEST_SHORT, contenders.BEST_WEIGHTS
+        short, weights = contenders.LEAN_SHORT, contenders.LEAN_WEIGHTS
 
     def program(**numbers):
         tx = alias(1e-3, **options | numbers)
@@ -79,14 +79,14 @@ def test_a_short_period_is_the_same_program(alias, options):
 
 
 def test_weights_count_the_steps_of_a_period():
-    every = contenders.BEST["statistics_every"]
+    every = contenders.LEAN["statistics_every"]
     kinds = [
         (step % every == 0, step % periods.PERIOD == 0)
         for step in range(1, periods.PERIOD + 1)
     ]
-    numbers = contenders.BEST_SHORT
+    numbers = contenders.LEAN_SHORT
     found = dict.fromkeys(kinds, 0)
-    for step, weight in enumerate(contenders.BEST_WEIGHTS, start=1):
+    for step, weight in enumerate(contenders.LEAN_WEIGHTS, start=1):
         statistics = step % numbers["statistics_every"] == 0
         found[statistics, step % numbers["refresh_every"] == 0] += weight
     assert found == {kind: kinds.count(kind) for kind in kinds}
@@ -108,17 +108,18 @@ def test_the_muon_recipe_moves_as_optax_does():
 
 
 def test_the_suite_writes_tables_numbers_and_figures(tmp_path, capsys):
-    arguments = ["--small", "--rounds", "2", "--groups", "best", "muon"]
+    arguments = ["--small", "--rounds", "2", "--groups", "lean", "muon"]
     command.main([*arguments, "--out", str(tmp_path)])
     text = (tmp_path / "small.md").read_text()
     assert capsys.readouterr().out.strip() in text
     assert (tmp_path / "small.png").read_bytes().startswith(b"\x89PNG")
     groups = json.loads((tmp_path / "small.json").read_text())["groups"]
     rows = {row["name"]: row for found in groups.values() for row in found["rows"]}
-    names = [BASE, "shampoo, best", "muon", "optax.contrib.muon"]
+    names = [BASE, "shampoo, lean", "shampoo, lean, packed"]
+    names += ["muon", "optax.contrib.muon"]
     assert list(rows) == names
     assert rows[BASE]["ratio"] == 1 and "1.00x" in text
-    assert len(rows["shampoo, best"]["steps"]) == 2 * len(contenders.BEST_WEIGHTS)
+    assert len(rows["shampoo, lean"]["steps"]) == 2 * len(contenders.LEAN_WEIGHTS)
     for row in rows.values():
         assert 0 < row["plain"] <= max(row["steps"])
         assert row["lines"] > 100 and row["compilation"] > 0 and row["largest"] >= 1
