@@ -23,7 +23,7 @@ from flax.core import pop
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "algoperf"
-CLASSES, FEATURES, EXAMPLES = 4, 12, 32
+CLASSES, FEATURES, EXAMPLES = 4, 12, 256
 
 
 class ForwardPassMode(enum.Enum):
@@ -92,10 +92,10 @@ class Logger:
 class Workload:
     """Classes of random inputs, with the members of the harness's `spec.Workload`."""
 
-    step_hint = 100
     loss_type = model_params_types = None
 
-    def __init__(self):
+    def __init__(self, step_hint=100):
+        self.step_hint = step_hint
         self.metrics_logger = Logger()
         self.net = Net()
         self.param_shapes = None

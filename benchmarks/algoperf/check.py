@@ -5,7 +5,7 @@
 
 The harness must be installed, or be on `PYTHONPATH`. Loop, workloads, losses and
 checkpoints are the harness's. Models are smaller, every step sees the same batch, a
-workload hints at 200 steps, roots are refreshed at every second step, and nothing is
+workload hints at 600 steps, roots are refreshed at every second step, and nothing is
 evaluated.
 """
 
@@ -27,7 +27,6 @@ from absl import flags
 from algoperf import jax_sharding_utils
 from algoperf.profiler import PassThroughProfiler
 from algoperf.workloads import workloads
-from flax import serialization
 from flax.training import checkpoints
 
 FOLDER = Path(__file__).parent
@@ -155,7 +154,7 @@ def workload_of(name):
         return (split(batch) for _ in itertools.count())
 
     changes = dict(
-        step_hint=200,
+        step_hint=600,
         _build_input_queue=queue,
         eval_model=lambda self, *args: {},
         has_reached_validation_target=lambda self, result: False,
@@ -201,7 +200,8 @@ def fullest(state):
 def saved(state, folder):
     """Whether the checkpoint in a folder holds the state, bit for bit."""
     raw = checkpoints.restore_checkpoint(folder, target=None)
-    held = serialization.from_state_dict(state, raw["optimizer_state"])
+    target = raw | {"optimizer_state": state}
+    held = checkpoints.restore_checkpoint(folder, target)["optimizer_state"]
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(held), strict=True)
     return raw["global_step"] == STEPS and all(np.array_equal(a, b) for a, b in pairs)
 

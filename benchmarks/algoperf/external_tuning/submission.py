@@ -154,7 +154,8 @@ def train_step(
     (loss, model_state), grads = with_grads(params)
     updates, optimizer_state = update(grads, optimizer_state, params)
     params = optax.apply_updates(params, updates)
-    return optimizer_state, params, model_state, loss, optax.global_norm(grads)
+    norm = jnp.sqrt(sum(jnp.sum(grad**2) for grad in jax.tree.leaves(grads)))
+    return optimizer_state, params, model_state, loss, norm
 
 
 def update_params(
