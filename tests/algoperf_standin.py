@@ -73,7 +73,7 @@ class Net(nn.Module):
 
     @nn.compact
     def __call__(self, inputs, train, dropout_rate):
-        hidden = nn.Dense(16)(inputs)
+        hidden = nn.Dense(12)(inputs)
         hidden = nn.BatchNorm(use_running_average=not train)(hidden)
         hidden = nn.Dropout(dropout_rate, deterministic=not train)(nn.tanh(hidden))
         return nn.Dense(CLASSES)(hidden)
