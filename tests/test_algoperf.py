@@ -1,5 +1,7 @@
 """The AlgoPerf submissions, run through a stand-in for the harness's workloads."""
 
+import functools
+
 import algoperf_standin as standin
 import helpers
 import jax
@@ -222,6 +224,24 @@ def test_labels_are_smoothed_and_units_dropped():
         assert float(loss) == pytest.approx(wanted, rel=1e-5)
         found.append(float(loss))
     assert abs(found[1] - found[0]) > 0.01 and abs(found[2] - found[0]) > 0.01
+
+
+class Stateless(standin.Workload):
+    """As the harness's ViT, which begins with an empty state and returns none."""
+
+    def model_fn(self, *args, **kwargs):
+        return super().model_fn(*args, **kwargs)[0], None
+
+
+def test_a_model_without_state_keeps_what_it_began_with():
+    submission, workload = standin.load(), Stateless()
+    params, model_state = workload.init_model_fn(jax.random.key(0))
+    batch, rng = next(workload.queue()), jax.random.key(2)
+    chosen = workload, optax.identity().update, PLAIN
+    step = functools.partial(submission.train_step, *chosen)
+    found = jax.eval_shape(step, model_state, (), params, batch, rng)
+    assert jax.tree.structure(found[2]) == jax.tree.structure(model_state)
+    assert jax.tree.structure(found[1]) == jax.tree.structure(params)
 
 
 # ---- checkpoints

@@ -148,6 +148,8 @@ def train_step(
             mask_batch=batch.get("weights"),
             label_smoothing=point.label_smoothing,
         )
+        if new_model_state is None:  # a model without state, whatever it began with
+            new_model_state = model_state
         return losses["summed"] / losses["n_valid_examples"], new_model_state
 
     with_grads = jax.value_and_grad(mean_loss, has_aux=True)
