@@ -30,14 +30,6 @@ from benchmarks.peers import Peer, find
 TINY = [(6, 4), (5,)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled_quickly():
-    """Leaves most of the compiler's work out, as for the files of `QUICK`."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def sgd(*_):
     return optax.sgd(0.1)
 
