@@ -1,5 +1,9 @@
-"""Training benchmarks of `shampoo_optax`: real data, Flax models, honest tables.
+"""Benchmarks of `shampoo_optax`: what steps cost, and what training gains.
 
+`python -m benchmarks` is the suite: time, memory and compilation of optimizers beside
+each other, `benchmarks.floor` how far a step is from the least it can take,
+`benchmarks.memory` the bytes of every configuration, `benchmarks.compare_torch` the
+steps of the official PyTorch package. With real data and Flax models,
 `python -m benchmarks.train` is the main job, `python -m benchmarks.sweep` the search
 for each optimizer's best learning rate, `python -m benchmarks.compare_devices` the main
 job on one device and on several.

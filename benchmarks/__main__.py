@@ -13,7 +13,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax
@@ -22,7 +22,7 @@ import optax
 from matplotlib.figure import Figure
 
 from benchmarks.cli import Parser, make_folder, positive_int
-from benchmarks.contenders import BASE, GROUPS
+from benchmarks.contenders import BASE, GROUPS, Group
 from benchmarks.shapes import SMALL, SUITE, count
 from benchmarks.suite import Result, Row, measure
 from shampoo_optax._tables import aligned, human_bytes
@@ -35,7 +35,8 @@ LEGEND = """\
 Mean: of a period of 10 steps; ratio: that mean over the one of `optax.adamw`; step and
 refresh: medians of the steps without and with; bytes each: of the state, for each
 parameter. Peers are as their packages have them, with this period and this block size
-where they have one; vectors and tables of a vocabulary go to AdamW in the last group.
+where they have one. In the group of Muon all kernels are matrices, and vectors and
+tables of a vocabulary go to AdamW.
 """
 
 
@@ -45,14 +46,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     make_folder(parser, options.out)
     models = options.models or list(SMALL if options.small else SUITE)
+    groups = {name: only(GROUPS[name], options.optimizers) for name in options.groups}
     side = options.block_size or (16 if options.small else 1024)
     for model in models:
         shapes = (SUITE | SMALL)[model]
         found = {
             name: measure(
-                shapes, GROUPS[name], side, options.rounds, f"{model}, {name}"
+                shapes,
+                groups[name],
+                side,
+                options.rounds,
+                f"{model}, {name}",
             )
-            for name in options.groups
+            for name in groups
         }
         title = f"{model}: {count(shapes):,} parameters, blocks of {side}, "
         title += f"{options.rounds} rounds"
@@ -79,6 +85,12 @@ def _parser() -> argparse.ArgumentParser:
         help="what is measured together (default: all)",
     )
     parser.add_argument(
+        "--optimizers",
+        nargs="+",
+        choices=tuple(dict.fromkeys(n for g in GROUPS.values() for n in g.contenders)),
+        help=f"beside {BASE} (default: all of each group)",
+    )
+    parser.add_argument(
         "--block-size", type=positive_int, help="default: 1024; with --small 16"
     )
     parser.add_argument(
@@ -94,6 +106,14 @@ def _parser() -> argparse.ArgumentParser:
         help="default: benchmarks/results/suite",
     )
     return parser
+
+
+def only(group: Group, names: Sequence[str] | None) -> Group:
+    """Leaves in a group what is named, and `BASE`."""
+    kept = group.contenders
+    if names is not None:
+        kept = {name: c for name, c in kept.items() if name in (BASE, *names)}
+    return replace(group, contenders=kept)
 
 
 def slug(model: str) -> str:
@@ -121,7 +141,7 @@ def text(title: str, found: dict[str, Result]) -> str:
     """Returns the title, a table for each group, its ratios, and what did not run."""
     cores = f"{os.cpu_count()} CPU cores, jax {jax.__version__}, optax "
     parts = [title, cores + optax.__version__ + f".\n{LEGEND.strip()}"]
-    parts += [f"```\n{table(result)}\n```" for result in found.values()]
+    parts += [f"{name}:\n\n```\n{table(r)}\n```" for name, r in found.items()]
     absent = {k: v for result in found.values() for k, v in result.absent.items()}
     if absent:
         notes = "\n".join(f"- {name}: {why}" for name, why in absent.items())
@@ -162,8 +182,14 @@ def plot(title: str, found: dict[str, Result], path: Path) -> None:
         rows |= {row.name: row for row in result.rows if row.name not in rows}
     figure = Figure(figsize=(11, 1.2 + 0.35 * len(rows)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    left.barh(list(rows), [row.ratio for row in rows.values()], color="tab:blue")
+    ratios = [row.ratio for row in rows.values()]
+    left.plot(ratios, list(rows), "o", color="tab:blue")
+    for name, ratio in zip(rows, ratios, strict=True):
+        left.annotate(
+            f"{ratio:.3g}", (ratio, name), (7, -3), textcoords="offset points"
+        )
     left.set(xscale="log", xlabel=f"mean step of a period, over that of {BASE}")
+    left.margins(x=0.15)
     right.barh(list(rows), [row.bytes_each for row in rows.values()], color="tab:green")
     right.set(xlabel="bytes of state for each parameter")
     left.invert_yaxis()

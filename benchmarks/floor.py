@@ -10,8 +10,9 @@ Whoever takes a step of Shampoo without refresh, in float32, has to do two thing
   precision, and summed. This takes as given that products are made at the rate of
   XLA's own, and Gram matrices whole. Blocks of one axis have none: their outer product
   and their product with a matrix take the time of the memory they pass over.
-- Memory. The whole state is read once and written once. It is timed as a copy of an
-  array that does not fit into any cache, whose bytes are scaled to those of the state.
+- Memory. The whole state is read once and written once. It is timed as adding 1, in
+  place, to an array that does not fit into any cache, whose bytes are scaled to those
+  of the state.
 
 The floor is their sum. The step is that of `so.shampoo`: with statistics, grafting by
 Adam, filtered gradient, decay and step size. All are timed in turns; the ratio is the
@@ -151,10 +152,15 @@ def einsums(order: int, axis: int) -> tuple[str, str, str]:
 
 
 def bare_copy(size: int) -> Step:
-    """Returns a step that reads and writes so many bytes."""
-    array = jnp.zeros(size // 4, jnp.float32)
-    compiled = jax.jit(lambda x: x + 1).lower(array).compile()
-    return timed(lambda _: compiled(array))
+    """Returns a step that reads and writes so many bytes, in place as a state is."""
+    held = [jnp.zeros(size // 4, jnp.float32)]
+    compiled = jax.jit(lambda x: x + 1, donate_argnums=0).lower(*held).compile()
+
+    def copy(_: Any) -> jax.Array:
+        held[0] = compiled(held[0])
+        return held[0]
+
+    return timed(copy)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Steps of an optimizer in JAX: `python -m benchmarks.jax_worker MODEL KIND SIDE`."""
+"""Steps of an optimizer in JAX: `python -m benchmarks.jax_worker MODEL KIND SIDE`.
+
+What follows is for torch.
+"""
 
 import functools
 import sys
@@ -14,7 +17,7 @@ from benchmarks.worker import serve
 
 def main() -> None:
     """Takes the steps that it is told to."""
-    model, kind, block_size = sys.argv[1:]
+    model, kind, block_size = sys.argv[1:4]
     shapes = (SUITE | SMALL)[model]
     params = jax.device_put(draw(shapes, seed=0))
     program = build(BESIDE_TORCH[kind].make(int(block_size)), params)

@@ -15,7 +15,7 @@ import optax
 
 import shampoo_optax as so
 from benchmarks.cli import Parser, make_folder
-from benchmarks.contenders import BEST, muon
+from benchmarks.contenders import LEAN, PACKED, muon
 from benchmarks.shapes import SUITE, Shapes, as_matrices, count
 from shampoo_optax._tables import aligned
 
@@ -24,18 +24,18 @@ BFLOAT16 = dict(factors="bfloat16", roots="bfloat16", momentum="bfloat16")
 CONFIGURATIONS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "optax.adamw": lambda: optax.adamw(1e-3),
     "shampoo": lambda: so.shampoo(1e-3),
-    "shampoo, best of the suite": lambda: so.shampoo(1e-3, **BEST),
+    "shampoo, lean": lambda: so.shampoo(1e-3, **LEAN),
+    "shampoo, lean, packed": lambda: so.shampoo(1e-3, storage=PACKED, **LEAN),
     "shampoo, blocks of 256": lambda: so.shampoo(1e-3, blocking=so.Blocking(256)),
-    "shampoo, packed": lambda: so.shampoo(1e-3, storage=so.Storage(packed=True)),
+    "shampoo, packed": lambda: so.shampoo(1e-3, storage=PACKED),
     "shampoo, bfloat16": lambda: so.shampoo(1e-3, storage=so.Storage(**BFLOAT16)),
     "shampoo, bfloat16, packed": lambda: so.shampoo(
         1e-3, storage=so.Storage(**BFLOAT16, packed=True)
     ),
     "shampoo, one side": lambda: so.shampoo(1e-3, axes=so.Axes(sides="input")),
     "shampoo, one side, packed": lambda: so.shampoo(
-        1e-3, axes=so.Axes(sides="input"), storage=so.Storage(packed=True)
+        1e-3, axes=so.Axes(sides="input"), storage=PACKED
     ),
-    "shampoo, matrices only": lambda: so.shampoo(1e-3, axes=so.Axes(min_order=2)),
     "shampoo, diagonal above 1024": lambda: so.shampoo(
         1e-3, axes=so.Axes(diagonal_above=1024)
     ),
@@ -43,7 +43,7 @@ CONFIGURATIONS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "shampoo, eigendecomposed": lambda: so.shampoo(1e-3, root=so.Eigendecomposed()),
     "kl_shampoo": lambda: so.kl_shampoo(1e-3),
     "soap": lambda: so.soap(1e-3),
-    "soap, packed": lambda: so.soap(1e-3, storage=so.Storage(packed=True)),
+    "soap, packed": lambda: so.soap(1e-3, storage=PACKED),
     "soap, bfloat16": lambda: so.soap(1e-3, storage=so.Storage(**BFLOAT16)),
     "soap, one side": lambda: so.soap(1e-3, axes=so.Axes(sides="input")),
     "kl_soap": lambda: so.kl_soap(1e-3),

@@ -110,18 +110,21 @@ def _shampoo(
     return so.shampoo(schedule, graft="adam", **_shared(settings))
 
 
+def lean(refresh_every: int) -> dict[str, Any]:
+    """Options that cost less: no factors of vectors, each fifth gradient's statistics.
+
+    With a `b2` to that power their mean reaches back over as many steps.
+    """
+    every = min(5, refresh_every)
+    axes = so.Axes(min_order=2)
+    return dict(b2=0.99**every, graft_b2=0.99, statistics_every=every, axes=axes)
+
+
 def _shampoo_lean(
     schedule: optax.Schedule, settings: Settings
 ) -> optax.GradientTransformation:
-    """Shampoo for less: no factors of vectors, and statistics of each fifth gradient.
-
-    With a `b2` of 0.95 their mean reaches back over as many steps as with 0.99.
-    """
-    less = dict(b2=0.95, graft_b2=0.99, statistics_every=5)
-    axes = so.Axes(min_order=2)
-    return so.shampoo(
-        schedule, graft="adam", axes=axes, stagger=True, **_shared(settings) | less
-    )
+    less = lean(settings.refresh_every)
+    return so.shampoo(schedule, graft="adam", **_shared(settings) | less)
 
 
 def _kl_shampoo(

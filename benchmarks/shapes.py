@@ -81,6 +81,15 @@ def _squarest(shape: tuple[int, ...]) -> tuple[int, int]:
     return max(matrices, key=lambda sides: min(sides) / max(sides))
 
 
+def as_torch(shapes: Shapes) -> Shapes:
+    """Lays kernels of convolutions out as torch does, outputs and inputs first."""
+
+    def turned(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:1:-1], *shape[:2]) if len(shape) == 4 else shape
+
+    return [turned(shape) for shape in shapes]
+
+
 def draw(shapes: Shapes, seed: int) -> list[np.ndarray]:
     """Draws one gradient for each parameter, normal numbers in float32."""
     rng = np.random.default_rng(seed)

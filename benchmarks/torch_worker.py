@@ -1,7 +1,7 @@
 """Steps of the official PyTorch package, in a Python that has torch and not jax.
 
-`python -m benchmarks.torch_worker MODEL KIND BLOCK_SIZE`, with the repository of
-facebookresearch/optimizers on `PYTHONPATH`. It uses two threads.
+`python -m benchmarks.torch_worker MODEL KIND BLOCK_SIZE THREADS`, with the
+repository of facebookresearch/optimizers on `PYTHONPATH`.
 """
 
 import sys
@@ -15,14 +15,14 @@ from distributed_shampoo import (
 )
 
 from benchmarks.periods import DECAY, RATE, SHORT
-from benchmarks.shapes import SMALL, SUITE, Shapes, draw
+from benchmarks.shapes import SMALL, SUITE, as_torch, draw
 from benchmarks.worker import serve
 
 
 def main() -> None:
     """Takes the steps that it is told to."""
-    model, kind, block_size = sys.argv[1:]
-    torch.set_num_threads(2)
+    model, kind, block_size, threads = sys.argv[1:]
+    torch.set_num_threads(int(threads))
     shapes = as_torch((SUITE | SMALL)[model])
     params = [torch.nn.Parameter(torch.from_numpy(x)) for x in draw(shapes, seed=0)]
     optimizer = make(kind, params, int(block_size))
@@ -33,15 +33,6 @@ def main() -> None:
         return optimizer.step
 
     serve(prepare)
-
-
-def as_torch(shapes: Shapes) -> Shapes:
-    """Lays kernels of convolutions out as torch does, outputs and inputs first."""
-
-    def turned(shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (*shape[:1:-1], *shape[:2]) if len(shape) == 4 else shape
-
-    return [turned(shape) for shape in shapes]
 
 
 def make(kind: str, params: list, block_size: int) -> torch.optim.Optimizer:

@@ -141,7 +141,8 @@ def schedule_free(
 
     :func:`primal_averaging` with :math:`\mu_x = 1 - \eta_t^r / \sum_s \eta_s^r`, so
     that the mean weighs every iterate by its rate to the power r; the mean stays
-    while all rates so far are 0.
+    while all rates so far are 0. No decay of the rate is needed, but a warm-up is:
+    without it the first iterates, which are far off, weigh as much as the others.
 
     At a constant rate without decay `optax.contrib.schedule_free` is the same. It
     weighs by the largest rate so far, which it reads one step ahead, so that it parts

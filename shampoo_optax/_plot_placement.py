@@ -47,7 +47,8 @@ def plot_placement(
         Default `None`: as the transform's `placement` says.
 
     Returns:
-      A `matplotlib.figure.Figure`, not known to `pyplot`: save it by `savefig`.
+      A `matplotlib.figure.Figure`, not known to `pyplot`: save it by `savefig`, or
+      let a notebook show it, after `%matplotlib inline`.
 
     Raises:
       ValueError: if `tx` holds no transform of ours with blocks, or `devices` is not

@@ -75,7 +75,8 @@ def plot_spectra(
       mesh: as in :func:`state_shardings`. Default `None`.
 
     Returns:
-      A `matplotlib.figure.Figure`, not known to `pyplot`: save it by `savefig`.
+      A `matplotlib.figure.Figure`, not known to `pyplot`: save it by `savefig`, or
+      let a notebook show it, after `%matplotlib inline`.
 
     Raises:
       ValueError: if there is no such parameter with factors, or no such block, or
@@ -193,7 +194,8 @@ def plot_health(history: Diagnosis | Sequence[Diagnosis]) -> Any:
       history: a :class:`Diagnosis`, or a sequence of them in the order of their steps.
 
     Returns:
-      A `matplotlib.figure.Figure`, not known to `pyplot`: save it by `savefig`.
+      A `matplotlib.figure.Figure`, not known to `pyplot`: save it by `savefig`, or
+      let a notebook show it, after `%matplotlib inline`.
 
     Raises:
       ValueError: if `history` is neither, or empty.
