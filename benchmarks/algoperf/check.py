@@ -7,8 +7,8 @@
 The harness must be installed, or be on `PYTHONPATH`. Loop, workloads, losses and
 checkpoints are the harness's. Models are smaller, every step sees the same batch, a
 workload hints at 600 steps, roots are refreshed at every second step, and nothing is
-evaluated. With SGD's grafting the rate of 4.2 warms up over 60 steps, and factors have a
-ridge of 1e-4: they have few examples, and rounding would decide what they say of the rest.
+evaluated. With SGD's grafting the rate of 4.2 warms up over 60 steps, and the ridge is
+1e-4: factors of few examples have a low rank, and rounding would decide on the rest.
 """
 
 import argparse
