@@ -2,11 +2,13 @@
 
     python benchmarks/algoperf/check.py run mnist --devices 8 --out /tmp/check
     python benchmarks/algoperf/check.py table --out /tmp/check
+    python benchmarks/algoperf/check.py sizes
 
 The harness must be installed, or be on `PYTHONPATH`. Loop, workloads, losses and
 checkpoints are the harness's. Models are smaller, every step sees the same batch, a
-workload hints at 600 steps, roots are refreshed at every second step, the rate of 4.2
-with SGD's grafting warms up over 60 steps, and nothing is evaluated.
+workload hints at 600 steps, roots are refreshed at every second step, and nothing is
+evaluated. With SGD's grafting the rate of 4.2 warms up over 60 steps, and the ridge is
+1e-4: factors of few examples have a low rank, and rounding would decide on the rest.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import importlib
 import itertools
 import json
 import logging
+import math
 import types
 from pathlib import Path
 from unittest import mock
@@ -28,11 +31,14 @@ from algoperf import jax_sharding_utils
 from algoperf.profiler import PassThroughProfiler
 from algoperf.workloads import workloads
 from flax.training import checkpoints
+from jax.sharding import Mesh
+
+import shampoo_optax as so
 
 FOLDER = Path(__file__).parent
 BATCH, STEPS = 16, 5
 CHANGES = dict(refresh_every=2)
-SGD_CHANGES = dict(warmup_factor=0.1)
+SGD_CHANGES = dict(warmup_factor=0.1, eps=1e-4)
 SELF = "self"
 # The workloads, and the points of the search space that each is run with.
 POINTS = {
@@ -297,18 +303,70 @@ def row(name, point, one, eight):
     return f"| {' | '.join(cells)} |"
 
 
+# ---- sizes
+
+
+def whole_models():
+    """The parameters of the harness's own models, as shapes."""
+    place = "algoperf.workloads"
+    vit = importlib.import_module(f"{place}.imagenet_vit.imagenet_jax.models")
+    small = importlib.import_module(f"{place}.imagenet_vit.workload")
+    gnn = importlib.import_module(f"{place}.ogbg.ogbg_jax.models")
+    dlrm = importlib.import_module(f"{place}.criteo1tb.criteo1tb_jax.models")
+    wmt = importlib.import_module(f"{place}.wmt.wmt_jax.models")
+    images = vit.ViT(num_classes=1000, **small.decode_variant("S/16"))
+    words = wmt.Transformer(wmt.TransformerConfig(deterministic=True))
+    tokens, graph = np.ones((1, 256)), molecules(np.random.default_rng(0))["inputs"]
+    made = {
+        "criteo1tb": (dlrm.DlrmSmall(), np.ones((2, 39), np.float32)),
+        "ogbg": (gnn.GNN(128), graph),
+        "imagenet_vit": (images, np.ones((1, 224, 224, 3), np.float32)),
+        "wmt": (words, tokens, tokens),
+    }
+    for name, (model, *given) in made.items():
+        settings = {} if name == "wmt" else dict(train=False)
+        init = functools.partial(model.init, **settings)
+        yield name, jax.eval_shape(init, jax.random.key(0), *given)["params"]
+
+
+def sizes():
+    """Prints the size of Shampoo's state for the models as they are."""
+    jax.config.update("jax_num_cpu_devices", 8)
+    module = importlib.import_module("external_tuning.submission")
+    print(
+        "| workload | parameters | state of a device, of 1 | of 8 |\n|---|---|---|---|"
+    )
+    for name, params in whole_models():
+        held = []
+        for devices in (1, 8):
+            mesh = Mesh(np.array(jax.devices()[:devices]), ("batch",))
+            tx = module.make_optimizer(module.Hyperparameters(), 600, mesh)
+            state = so.abstract_state(tx, params)[1].inner_states["rest"]
+            held.append(sum(map(bytes_of_shard, jax.tree.leaves(state))))
+        millions = sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e6
+        shown = (f"{size / 1e6:,.1f} MB" for size in held)
+        print(f"| {name} | {millions:.1f} M | {' | '.join(shown)} |")
+
+
+def bytes_of_shard(leaf):
+    """The bytes of an array on one device."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
 def main():
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("run", "table"))
+    parser.add_argument("what", choices=("run", "table", "sizes"))
     parser.add_argument("workload", nargs="?", choices=tuple(POINTS))
     parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.what == "run":
         run(given.workload, given.devices, given.out)
-    else:
+    elif given.what == "table":
         table(given.out)
+    else:
+        sizes()
 
 
 if __name__ == "__main__":
