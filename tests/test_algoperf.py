@@ -26,14 +26,6 @@ PLAIN = standin.load().Hyperparameters(  # a step along the gradient
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled_quickly():
-    """What is compiled less is compiled sooner; all comparisons have tolerances."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def train(point, devices, ruleset, step_hint):
     """What five steps of the harness's loop leave behind."""
     submission, workload = standin.load(ruleset, devices), standin.Workload(step_hint)
