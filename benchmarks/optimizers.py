@@ -26,8 +26,8 @@ RATES = {
         shampoo=8e-3,
         shampoo_lean=8e-3,
         soap=8e-3,
-        kl_shampoo=8e-3,
-        muon=8e-3,
+        kl_shampoo=1.6e-2,
+        muon=1.6e-2,
         adamw=4e-3,
     ),
 }
