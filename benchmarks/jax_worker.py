@@ -1,6 +1,6 @@
 """Steps of an optimizer in JAX: `python -m benchmarks.jax_worker MODEL KIND SIDE`.
 
-What follows is for torch.
+It is called as `benchmarks.torch_worker`, whose last arguments are ignored here.
 """
 
 import functools

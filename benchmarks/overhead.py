@@ -10,9 +10,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-# Read once, when the libraries start: before the first import of jax.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
 import jax
 import numpy as np
 from tqdm import tqdm

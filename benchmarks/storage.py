@@ -8,14 +8,10 @@ state is donated, as in training.
 
 import argparse
 import itertools
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-# Read once, when the libraries start: before the first import of jax.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax.numpy as jnp
 

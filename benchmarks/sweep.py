@@ -124,7 +124,8 @@ def markdown(
     return "\n".join(
         [
             f"# {task.dataset.name}: {task.metric}, {run.steps} steps, {aim}\n",
-            f"Shampoo and SOAP: {settings}. Evaluated every {EVAL_EVERY} steps.\n",
+            f"All but AdamW: {settings}; Muon has whole matrices. "
+            f"Evaluated every {EVAL_EVERY} steps.\n",
             f"## At the chosen and the documented rates, {len(final[0])} seeds, test\n",
             *_final_table(final),
             "\n## The rates, one seed, held-out data\n",

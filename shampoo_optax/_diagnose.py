@@ -133,7 +133,8 @@ def diagnose(
       have estimates of the eigenvalues; iterations for roots have none, and estimate
       the number of the factor with its ridge;
     - `residual` of the roots at the last refresh, as their method defines it;
-    - `age`: steps since the last refresh without a failure;
+    - `age`: steps since the last refresh without a failure; since step 0 where the
+      state was without metrics until now;
     - `failures`: how many new roots or bases were refused; `skipped`: how many steps
       had no finite direction;
     - `grafting`: :math:`\|P_{graft}\| / \|P\|` at the last step, :math:`P` being the

@@ -1,7 +1,8 @@
 """Donated state is updated in place: no step without refresh copies a factor.
 
 KL-SOAP and the paper's form of SOAP are not among them: they use the old bases of a
-step together with the new ones.
+step together with the new ones. Loops of staggered refreshes are not looked into: they
+run for slots whose turn it is.
 """
 
 import re
