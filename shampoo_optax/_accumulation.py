@@ -38,8 +38,8 @@ def multi_steps(
       every: the number k of mini-steps in a step, an integer >= 1, or a function from
         the number of steps taken to one.
       use_grad_mean: whether the mean is taken, or else the sum. Default `True`.
-      should_skip_update_fn: which mini-steps are left out, as for `optax.MultiSteps`,
-        such as `optax.skip_not_finite`. Default `None`: none.
+      should_skip_update_fn: a function that leaves mini-steps out, as that of
+        `optax.MultiSteps`, such as `optax.skip_not_finite`. Default `None`: none.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state is an

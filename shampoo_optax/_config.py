@@ -43,8 +43,8 @@ class Axes:
       min_order: blocks with fewer axes have no factors and are left to grafting: their
         direction is that of the grafted method, or without any the filtered gradient
         (in SOAP Adam's). An integer >= 1. Default 1.
-      diagonal_above: longer dimensions are not cut, and have a diagonal factor; at
-        least the block size. Default `None`: there are none.
+      diagonal_above: longer dimensions are not cut, and have a diagonal factor; an
+        integer, at least the block size. Default `None`: there are none.
       skip_above: longer dimensions are not cut, and have no factor; at least the
         block size. The exponents of a block's other axes stay as they are,
         1 / (2 * order) by default, as with an exponent of 0. A block of nothing else

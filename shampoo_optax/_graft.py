@@ -57,7 +57,7 @@ def graft(
 
     Args:
       direction: an optax transform, such as `scale_by_shampoo(graft=None)`.
-      magnitude: another, such as `optax.scale_by_adam()`.
+      magnitude: another transform, such as `optax.scale_by_adam()`.
       blocking: how parameters are cut into the blocks that have norms of their own, a
         :class:`Blocking`. Default `None`: one norm for each parameter.
 

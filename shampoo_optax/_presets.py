@@ -52,10 +52,10 @@ def replace_adamw(
 
     Args:
       learning_rate: AdamW's, a number or a schedule.
-      b1: AdamW's. Default 0.9.
-      b2: AdamW's, for the factors and the grafted moments. Default 0.999.
-      eps: AdamW's, for grafting. Default 1e-8.
-      weight_decay: AdamW's. Default 1e-4.
+      b1: AdamW's, in [0, 1). Default 0.9.
+      b2: AdamW's, in [0, 1), for the factors and the grafted moments. Default 0.999.
+      eps: AdamW's, >= 0, for grafting. Default 1e-8.
+      weight_decay: AdamW's, >= 0. Default 1e-4.
       mask: AdamW's, which parameters decay. Default `None`: all.
       options: further arguments of :func:`shampoo`, as `dict(placement=placement)`,
         which come before those above. Default `None`: there are none.
@@ -113,10 +113,10 @@ def replace_sgd(
 
     Args:
       learning_rate: SGD's, a number or a schedule.
-      momentum: SGD's. Default 0.9.
-      nesterov: SGD's. Default `False`.
-      weight_decay: what was added to the gradient before, as in PyTorch's SGD or by
-        `optax.add_decayed_weights`. Default 0.
+      momentum: SGD's, in [0, 1]. Default 0.9.
+      nesterov: whether SGD's momentum is Nesterov's. Default `False`.
+      weight_decay: what was added to the gradient before, >= 0, as in PyTorch's SGD or
+        by `optax.add_decayed_weights`. Default 0.
       options: further arguments of :func:`shampoo`, as `dict(placement=placement)`,
         which come before those above. Default `None`: there are none.
 
@@ -176,10 +176,10 @@ def replace_adamw_by_soap(
 
     Args:
       learning_rate: AdamW's, a number or a schedule.
-      b1: AdamW's. Default 0.9.
-      b2: AdamW's, for the factors too. Default 0.999.
-      eps: AdamW's. Default 1e-8.
-      weight_decay: AdamW's. Default 1e-4.
+      b1: AdamW's, in [0, 1). Default 0.9.
+      b2: AdamW's, in [0, 1], for the factors too. Default 0.999.
+      eps: AdamW's, >= 0. Default 1e-8.
+      weight_decay: AdamW's, >= 0. Default 1e-4.
       mask: AdamW's, which parameters decay. Default `None`: all.
       options: further arguments of :func:`soap`, as `dict(placement=placement)`,
         which come before those above. Default `None`: there are none.
@@ -278,7 +278,7 @@ def algoperf_winner(
     Args:
       steps: the steps of the run, AlgoPerf's `step_hint` of the workload, an integer
         >= 20; point 2 ends after 0.6 of them.
-      point: which of the five, 1 to 5. Default 1.
+      point: which of the five, an integer from 1 to 5. Default 1.
       options: further arguments of :func:`shampoo`, as `dict(placement=placement)`,
         which come before those above. Default `None`: there are none.
 
@@ -366,13 +366,13 @@ def llm_pretraining(
       steps: the steps of the run, an integer >= 20.
       b1: decay rate of the filtered gradient. Default 0.95.
       b2: decay rate of factors and second moments. Default 0.95.
-      weight_decay: decoupled, of all but norms and vectors. Default 0.1.
+      weight_decay: decoupled, >= 0, of all but norms and vectors. Default 0.1.
       hidden: `"shampoo"` or `"soap"`. Default `"shampoo"`.
       warmup_steps: an integer below `steps`; `None` stands for a twentieth. Default
         `None`.
       max_norm: the largest global norm of a gradient, > 0. Default 1.
-      options: further arguments of :func:`shampoo` or :func:`soap`. Default `None`:
-        there are none.
+      options: a mapping of further arguments of :func:`shampoo` or :func:`soap`.
+        Default `None`: there are none.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` that prints as the call that it

@@ -276,8 +276,8 @@ def scale_by_shampoo(
       graft_b2: decay rate of the grafted second moments, in [0, 1); `None` stands for
         `b2`. Default `None`.
       graft_eps: added to the root of the grafted second moments, >= 0. Default 1e-8.
-      graft_drop_weighting: `drop_weighting` for the grafted second moments. Default
-        `False`.
+      graft_drop_weighting: whether new second moments enter with weight 1 in place
+        of 1 - graft_b2, without bias correction. Default `False`.
       trace_scaling: the a >= 0 of :math:`L_k / c` times :math:`\mathrm{tr}(L_k /
         c)^{-a}`, which takes its place in the root; the official package has 0.5
         where this is on. Default 0.

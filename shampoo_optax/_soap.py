@@ -368,8 +368,8 @@ def scale_by_soap(
       graft_b2: decay rate of the grafted second moments, in [0, 1); `None` stands for
         `b2`. Default `None`.
       graft_eps: added to the root of the grafted second moments, >= 0. Default 1e-8.
-      graft_drop_weighting: `drop_weighting` for the grafted second moments. Default
-        `False`.
+      graft_drop_weighting: whether new second moments enter with weight 1 in place
+        of 1 - graft_b2, without bias correction. Default `False`.
       ignored_axes: axes that are not rotated and have no factor, by the order of a
         block, `{order: axes}`. Default `None`: none are ignored.
       form: `"official"` or `"paper"`. Default `"official"`.

@@ -69,3 +69,20 @@ def test_fields_of_a_state_have_shapes_and_dtypes(name):
     for field in STATES[name]._fields:
         (comment,) = re.findall(rf"^    {field}: [^#\n]*#(.*)", source, re.M)
         assert re.search(r"\[.*\]|shapes of|as that transform", comment), field
+
+
+# What an argument may be, in words: arrays and trees by shape or dtype, numbers by
+# range, others by name or type.
+KINDS = r"""(?x)
+    shape|dtype|tree|array|state|parameters|\[\]   # what holds numbers
+    |>=|>\ 0|\bin\ \[|\bin\ \(|integer|number|above|powers?\b|rate|units|schedule
+    |whether|`"|function|maps|:class:|mapping|mesh|axes|path|name|transform|label|axis
+"""
+
+
+@pytest.mark.parametrize("name", TAKE_ARGUMENTS)
+def test_arguments_say_what_they_are(name):
+    thing = TAKE_ARGUMENTS[name]
+    for argument in inspect.signature(thing).parameters:
+        _, _, text = said_of(thing, argument).partition(":")
+        assert re.search(KINDS, text), (argument, text)
