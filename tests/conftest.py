@@ -16,9 +16,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Files whose comparisons have tolerances: what is compiled less is compiled sooner. The
 # others run what users run.
 QUICK = """
-accumulation algoperf axes batch_axes benchmarks_suite diagnose eigen errors graft
-groups guards kl methods metrics newton numerics oracle periods plots polar portable
-presets recipes rms robustness root_free roots row_wise soap soap_runs stagger storage
+accumulation algoperf axes batch_axes benchmarks_suite diagnose eigen errors golden
+graft groups guards kl methods metrics newton numerics oracle periods plots polar
+portable presets recipes rms robustness root_free roots row_wise soap soap_runs stagger
+storage
 """
 
 
