@@ -1,7 +1,7 @@
 """Runs the submissions in AlgoPerf's own harness: small models, made-up batches.
 
-    python benchmarks/algoperf/check.py run mnist --devices 8 --out /tmp/check
-    python benchmarks/algoperf/check.py table --out /tmp/check
+    python benchmarks/algoperf/check.py run mnist --devices 8 --out out/check
+    python benchmarks/algoperf/check.py table --out out/check
     python benchmarks/algoperf/check.py sizes
 
 The harness must be installed, or be on `PYTHONPATH`. Loop, workloads, losses and
@@ -38,6 +38,8 @@ import shampoo_optax as so
 FOLDER = Path(__file__).parent
 BATCH, STEPS = 16, 5
 CHANGES = dict(refresh_every=2)
+# MNIST's one large matrix is a single block else, which no devices can share.
+BLOCK_SIZES = {"mnist": 256}
 SGD_CHANGES = dict(warmup_factor=0.1, eps=1e-4)
 SELF = "self"
 # The workloads, and the points of the search space that each is run with.
@@ -227,7 +229,7 @@ def run_point(workload, name, point, space, logs):
         module,
         log=lambda *args, loss, **rest: losses.append(loss.item()),
         update_params=watched(module.update_params, states),
-        Hyperparameters=functools.partial(module.Hyperparameters, **CHANGES),
+        Hyperparameters=functools.partial(module.Hyperparameters, **changes_of(name)),
     ):
         submission_runner.score_submission_on_workload(
             workload,
@@ -252,9 +254,15 @@ def run_point(workload, name, point, space, logs):
     )
 
 
-def changed(row):
+def changes_of(name):
+    """What is set otherwise than in the search space, for all points of a workload."""
+    blocks = {"block_size": BLOCK_SIZES[name]} if name in BLOCK_SIZES else {}
+    return CHANGES | blocks
+
+
+def changed(row, name):
     """A point of the search space as it is run here."""
-    return row | CHANGES | (SGD_CHANGES if row["graft"] == "sgd" else {})
+    return row | changes_of(name) | (SGD_CHANGES if row["graft"] == "sgd" else {})
 
 
 def run(name, devices, out):
@@ -265,7 +273,7 @@ def run(name, devices, out):
     out.mkdir(parents=True, exist_ok=True)
     rows = json.loads((FOLDER / "external_tuning/tuning_search_space.json").read_text())
     space = out / "search_space.json"
-    space.write_text(json.dumps([changed(row) for row in rows]))
+    space.write_text(json.dumps([changed(row, name) for row in rows]))
     workload = workload_of(name)
     found = {}
     for point in POINTS[name]:
