@@ -9,8 +9,8 @@ that are new at every step, float32, Adam grafting, roots by eigendecomposition,
 refresh in ten steps. `official` is the package as it comes, which keeps triangles of
 its matrices, as `like for like` does; `lean` has no factors of vectors, statistics of
 each fifth gradient, and whole matrices. The mean is that of a period of ten steps;
-ratios are medians, over the rounds, of ratios within a round. Torch's step also writes
-the parameters, one pass over them more than the update that is timed of ours.
+ratios are medians, over the rounds, of ratios within a round. Every step ends with the
+new parameters, in the place of the old ones.
 
 It takes a Python with torch, and a checkout of facebookresearch/optimizers.
 """

@@ -6,8 +6,10 @@ It is called as `benchmarks.torch_worker`, whose last arguments are ignored here
 import functools
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import optax
 
 from benchmarks.contenders import BESIDE_TORCH
 from benchmarks.shapes import SMALL, SUITE, draw
@@ -15,12 +17,33 @@ from benchmarks.timing import build
 from benchmarks.worker import serve
 
 
+def holding_parameters(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+    """Writes the parameters too, in place, as a step of torch does; updates nothing."""
+
+    def init(params: Any) -> tuple[Any, Any]:
+        return params, inner.init(params)
+
+    def update(
+        grads: Any, state: tuple[Any, Any], params: Any = None
+    ) -> tuple[tuple[()], tuple[Any, Any]]:
+        del params  # those in the state are the newer ones
+        params, state = state
+        updates, state = inner.update(grads, state, params)
+        return (), (optax.apply_updates(params, updates), state)
+
+    return optax.GradientTransformation(init, update)
+
+
 def main() -> None:
     """Takes the steps that it is told to."""
     model, kind, block_size = sys.argv[1:4]
     shapes = (SUITE | SMALL)[model]
     params = jax.device_put(draw(shapes, seed=0))
-    program = build(BESIDE_TORCH[kind].make(int(block_size)), params)
+    program = build(
+        holding_parameters(BESIDE_TORCH[kind].make(int(block_size))), params
+    )
 
     def prepare(turn: int) -> Callable[[], object]:
         grads = jax.block_until_ready(jax.device_put(draw(shapes, seed=turn)))
