@@ -24,7 +24,7 @@ RATES = {
     ),
     "text": dict(
         shampoo=8e-3,
-        shampoo_lean=1.6e-2,
+        shampoo_lean=8e-3,
         soap=8e-3,
         kl_shampoo=1.6e-2,
         muon=1.6e-2,

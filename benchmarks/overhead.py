@@ -7,7 +7,8 @@ periods, of the mean step of a period by AdamW's in the same one.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import jax
@@ -47,11 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     make_folder(parser, options.out)
     names = list(dict.fromkeys([BASE, *options.optimizers]))
     task = make_task("text")
-    rows = [
-        row
-        for batch in options.batches
-        for row in rows_of(batch, measure(task, names, batch, options.rounds))
-    ]
+    settings = Settings(task.weight_decay, 256, PERIOD, task.clip)
+    rows = []
+    for batch in options.batches:
+        means = measure(task, names, windows(task, batch), settings, options.rounds)
+        rows += rows_of(batch, means)
     text = aligned(["batch", "optimizer", "mean step (ms)", f"by {BASE}'s"], *rows)
     note = f"{__doc__.strip()}\n\n{os.cpu_count()} CPU cores, {options.rounds} periods."
     report = f"# A whole training step\n\n{note}\n\n```\n{text}\n```\n"
@@ -72,34 +73,45 @@ def rows_of(batch: int, means: dict[str, np.ndarray]) -> list[list[str]]:
     ]
 
 
+def windows(task: Task, batch: int) -> Iterator[np.ndarray]:
+    """Yields where the windows of batches of that size begin."""
+    rng = np.random.default_rng(0)
+    last = len(task.dataset.train[0]) - task.model.context - 1
+    while True:
+        yield rng.integers(last, size=batch)
+
+
 def measure(
-    task: Task, names: Sequence[str], batch: int, rounds: int
+    task: Task,
+    names: Sequence[str],
+    batches: Iterator[np.ndarray],
+    settings: Settings,
+    rounds: int,
 ) -> dict[str, np.ndarray]:
     """Returns the mean step of every period, `{optimizer: [rounds]}`, in seconds.
 
     The first period is not counted.
     """
-    rng = np.random.default_rng(0)
-    last = len(task.dataset.train[0]) - task.model.context - 1
-    steps = {name: stepper(task, name, batch) for name in names}
-    turns = tqdm(range(PERIOD * (1 + rounds)), desc=f"batch {batch}", unit="step")
-    indices = (rng.integers(last, size=batch) for _ in turns)
-    seconds = collect(in_turns(steps, indices))
+    first = next(batches)
+    steps = {name: stepper(task, name, first, settings) for name in names}
+    period = settings.refresh_every
+    turns = period * (1 + rounds)
+    bar = tqdm(islice(batches, turns), f"batch {len(first)}", turns, unit="step")
+    seconds = collect(in_turns(steps, bar))
     return {
-        name: np.reshape(spent, (-1, PERIOD))[1:].mean(axis=1)
+        name: np.reshape(spent, (-1, period))[1:].mean(axis=1)
         for name, spent in seconds.items()
     }
 
 
-def stepper(task: Task, name: str, batch: int) -> Step:
-    """Returns a timed training step that holds its state."""
-    settings = Settings(task.weight_decay, 256, PERIOD, task.clip)
+def stepper(task: Task, name: str, index: np.ndarray, settings: Settings) -> Step:
+    """Returns a timed training step, on batches such as this, that holds its state."""
     optimizer = make_optimizer(name, warmup_cosine(1e-3, 1000), settings)
     held = [initial_state(task, optimizer, seed=0, devices=1)]
     data = jax.device_put(task.dataset.train)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, held[0])
     step = make_step(task, optimizer, shardings)
-    step = step.lower(held[0], data, np.zeros(batch, int)).compile()
+    step = step.lower(held[0], data, index).compile()
 
     def take(index: np.ndarray) -> TrainState:
         held[0], _ = step(held[0], data, index)

@@ -3,26 +3,28 @@
 Every run leaves a JSON record; a run whose record is there is not run again, so a
 stopped sweep goes on where it was. Rates are chosen on held-out training data, by the
 fewest steps to the target and then by the last metric. Several seeds at the chosen rate
-and at the documented one, where that is another, are judged on the test data. Steps are
-compared here, which do not depend on what else the machine does; for seconds run
-`python -m benchmarks.train` on a quiet one.
+are judged on the test data. Steps do not depend on what else the machine does; seconds
+are these steps times the mean of whole training steps, refreshes included, which all
+optimizers take in turns at the end.
 """
 
 import argparse
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks import cli, report
+from benchmarks import cli, overhead, report
 from benchmarks.loop import Record, Run, train
 from benchmarks.optimizers import RATES, Settings
 from benchmarks.tasks import Task
 
 STEPS = {"images": 1500, "text": 1200}
 GRID = (2e-3, 4e-3, 8e-3, 1.6e-2)
-EVAL_EVERY = 50
+EVAL_EVERY, ROUNDS = 50, 7
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -34,13 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tried = {
         name: _try_rates(task, name, options, folder) for name in options.optimizer
     }
+    documented = RATES[task.name] if options.documented else {}
     final = [
-        _repeat(task, record.run, rate, options.seeds, folder)
+        _repeat(task, records[0].run, rate, options.seeds, folder)
         for name, records in tried.items()
-        for record in [choose(task, records)]
-        for rate in dict.fromkeys([record.run.learning_rate, RATES[task.name][name]])
+        for rate in _final_rates(task, records, documented.get(name))
     ]
-    text = markdown(task, tried, final)
+    steps = mean_steps(task, options.optimizer, final[0][0].run.settings)
+    text = markdown(task, tried, final, steps)
     (folder / "results.md").write_text(text)
     plot(final, folder / "results.png")
     print(text)
@@ -56,6 +59,11 @@ def _parser() -> argparse.ArgumentParser:
         help="the grid (default: 2e-3, twice, 4 and 8 times as much)",
     )
     parser.add_argument("--seeds", type=cli.positive_int, default=3, help="how many")
+    parser.add_argument(
+        "--documented",
+        action="store_true",
+        help="seeds at the rate of `benchmarks.train` too, where that is another",
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("benchmarks/results"), help="a folder"
     )
@@ -82,6 +90,13 @@ def choose(task: Task, records: Sequence[Record]) -> Record:
         return record.steps_to_target or float("inf"), sign * record.final
 
     return min(records, key=key)
+
+
+def _final_rates(
+    task: Task, records: Sequence[Record], documented: float | None
+) -> list[float]:
+    chosen = choose(task, records).run.learning_rate
+    return list(dict.fromkeys([chosen, documented or chosen]))
 
 
 def _repeat(
@@ -112,10 +127,21 @@ def _run_once(task: Task, run: Run, folder: Path) -> Record:
     return record
 
 
+def mean_steps(
+    task: Task, names: Sequence[str], settings: Settings, rounds: int = ROUNDS
+) -> dict[str, float]:
+    """Returns the mean seconds of a training step, refreshes included, in turns."""
+    means = overhead.measure(task, names, task.draw(0), settings, rounds)
+    return {name: float(np.median(mean)) for name, mean in means.items()}
+
+
 def markdown(
-    task: Task, tried: dict[str, list[Record]], final: list[list[Record]]
+    task: Task,
+    tried: dict[str, list[Record]],
+    final: list[list[Record]],
+    steps: dict[str, float],
 ) -> str:
-    """Returns the two tables of a sweep as Markdown."""
+    """Returns the two tables of a sweep as Markdown; `steps` are mean seconds."""
     run = final[0][0].run
     target = task.target(run.steps)
     aim = "no target" if target is None else f"target {target:g}"
@@ -126,8 +152,10 @@ def markdown(
             f"# {task.dataset.name}: {task.metric}, {run.steps} steps, {aim}\n",
             f"All but AdamW: {settings}; Muon has whole matrices. "
             f"Evaluated every {EVAL_EVERY} steps.\n",
-            f"## At the chosen and the documented rates, {len(final[0])} seeds, test\n",
-            *_final_table(final),
+            f"## At the chosen rate, {len(final[0])} seeds, test data\n",
+            f"Seconds: steps to the target, mean of the seeds, times the mean step of "
+            f"{ROUNDS} periods, in turns on {os.cpu_count()} CPU cores.\n",
+            *_final_table(final, steps),
             "\n## The rates, one seed, held-out data\n",
             *_rates_table(tried),
             "",
@@ -135,16 +163,23 @@ def markdown(
     )
 
 
-def _final_table(final: list[list[Record]]) -> list[str]:
-    head = ["optimizer", "rate", "steps to target", "final metric", "state bytes"]
-    return _rows([head, ["---"] * len(head), *map(_final_row, final)])
+def _final_table(final: list[list[Record]], steps: dict[str, float]) -> list[str]:
+    head = ["optimizer", "rate", "steps to target", "mean", "mean step (ms)"]
+    head += ["seconds to target", "final metric", "state bytes"]
+    rows = [_final_row(records, steps[records[0].run.optimizer]) for records in final]
+    return _rows([head, ["---"] * len(head), *rows])
 
 
-def _final_row(records: list[Record]) -> list[str]:
+def _final_row(records: list[Record], step: float) -> list[str]:
+    reached = [record.steps_to_target for record in records]
+    mean = statistics.fmean(reached) if all(reached) else None
     return [
         records[0].run.optimizer,
         f"{records[0].run.learning_rate:g}",
-        ", ".join(str(record.steps_to_target or "-") for record in records),
+        ", ".join(str(steps or "-") for steps in reached),
+        f"{mean:.0f}" if mean else "-",
+        f"{1e3 * step:.1f}",
+        f"{mean * step:.1f}" if mean else "-",
         mean_and_deviation([record.final for record in records]),
         f"{records[0].state_bytes:,}",
     ]

@@ -150,9 +150,10 @@ def test_a_stopped_sweep_goes_on_where_it_was(text, tmp_path, monkeypatch):
         save(record, path)
 
     monkeypatch.setattr(sweep, "train", run_instead)
+    monkeypatch.setattr(sweep, "mean_steps", lambda *_: {"shampoo": 0.25})
     monkeypatch.setattr(report, "save", save_with_its_run)
     arguments = ["--data", str(text), "--optimizer", "shampoo", "--steps", "10"]
-    arguments += ["--out", str(tmp_path / "out"), "--seeds", "2"]
+    arguments += ["--out", str(tmp_path / "out"), "--seeds", "2", "--documented"]
     sweep.main([*arguments, "--rates", "0.2", "0.1"])
     tried = [(run.learning_rate, run.split, run.seed) for run in begun]
     assert tried == [
@@ -162,6 +163,9 @@ def test_a_stopped_sweep_goes_on_where_it_was(text, tmp_path, monkeypatch):
     ]
     sweep.main([*arguments, "--rates", "0.2", "0.1", "0.4"])
     assert [run.learning_rate for run in begun[6:]] == [0.4]
+    # Both seeds reached the target after 5 steps of a quarter of a second.
+    table = (tmp_path / "out" / "text.txt" / "results.md").read_text()
+    assert "| shampoo | 0.1 | 5, 5 | 5 | 250.0 | 1.2 | 0.100 ± 0.000 |" in table
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import overhead
 from benchmarks.models import ByteTransformer
+from benchmarks.optimizers import Settings
 from benchmarks.tasks import make_task
 
 MEANS = {"adamw": np.array([1.0, 2.0, 4.0]), "soap": np.array([2.0, 6.0, 4.0])}
@@ -44,8 +45,7 @@ def test_the_command_writes_a_line_for_each(small_task, tmp_path, capsys):
 
 def test_the_first_period_does_not_count(small_task, monkeypatch):
     spent = iter(range(1, 21))
-    monkeypatch.setattr(
-        overhead, "stepper", lambda task, name, batch: lambda index: float(next(spent))
-    )
-    means = overhead.measure(small_task, ["adamw"], batch=2, rounds=1)
-    np.testing.assert_array_equal(means["adamw"], [np.mean(range(11, 21))])
+    monkeypatch.setattr(overhead, "stepper", lambda *_: lambda index: next(spent))
+    batches, settings = small_task.draw(0), Settings(0.0, 16, 5, None)
+    means = overhead.measure(small_task, ["adamw"], batches, settings, rounds=3)
+    np.testing.assert_array_equal(means["adamw"], [8.0, 13.0, 18.0])

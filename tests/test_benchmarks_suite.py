@@ -234,6 +234,18 @@ def test_a_process_answers_with_the_seconds_of_its_steps(monkeypatch, capsys):
     assert first > 0 and second > 0
 
 
+def test_the_parameters_beside_torch_are_those_of_training():
+    params = {"w": jnp.ones((2, 3))}
+    tx = optax.sgd(0.5, momentum=0.5)
+    held = jax_worker.holding_parameters(tx)
+    state = held.init(params)
+    for grad in (1.0, 2.0):
+        updates, state = held.update({"w": jnp.full((2, 3), grad)}, state, params)
+        assert updates == ()
+    # 1 - 0.5 (1) - 0.5 (2 + 0.5 * 1)
+    np.testing.assert_allclose(state[0]["w"], np.full((2, 3), -0.75))
+
+
 def test_processes_are_asked_in_turns(tmp_path, capsys, monkeypatch):
     """Processes that claim to be slow at refreshes, ours half as slow."""
 
