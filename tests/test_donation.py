@@ -66,3 +66,13 @@ def test_all_of_the_state_is_updated_in_place(name):
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert program.memory_analysis().alias_size_in_bytes >= held
     assert matrices_copied(program.as_text()) == []
+
+
+def test_blocks_are_cut_and_pasted_by_slices():
+    """Uneven blocks of parameters that share stacks: no gather, no scatter."""
+    shapes = {"w": (48, 40), "v": (40, 48), "k": (3, 3, 20, 50), "b": (56,)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    tx = so.scale_by_shampoo(blocking=so.Blocking(block_size=32))
+    text = str(jax.make_jaxpr(tx.update)(params, tx.init(params), params))
+    used = set(re.findall(r" (slice|concatenate|gather|scatter[\w-]*)\[", text))
+    assert used == {"slice", "concatenate"}
