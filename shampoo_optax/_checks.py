@@ -3,13 +3,14 @@
 import math
 import operator
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 from jax.typing import ArrayLike
 
 Graft = Literal["sgd", "adagrad", "rmsprop", "adam"]
 Decay = Literal["decoupled", "corrected", "independent"]
+Precision = Literal["highest", "high", "default"]
 
 Schedule = Callable[[jax.Array], ArrayLike]
 ScalarOrSchedule = ArrayLike | Schedule
@@ -33,6 +34,11 @@ def check_choice(name: str, value: Any, choices: tuple) -> None:
     if not isinstance(value, Hashable) or value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"`{name}` must be one of {listed}, got {value!r}.")
+
+
+def check_precision(value: Any) -> None:
+    """Refuses what names no precision of products."""
+    check_choice("precision", value, get_args(Precision))
 
 
 def check_number(

@@ -4,7 +4,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
-from shampoo_optax._checks import check_choice, check_integer, check_number
+from shampoo_optax._checks import (
+    Precision,
+    check_choice,
+    check_integer,
+    check_number,
+    check_precision,
+)
 
 Ridge = Literal["before", "after"]
 
@@ -114,6 +120,15 @@ class CoupledNewton:
         turns in the place of 7 to 24. Roots start from the identity all the same: X
         goes to :math:`A^{-1/p}` for p > 1 only from a start that commutes with A, which
         the previous root does not. Default `False`.
+      precision: what the products of the iteration keep of float32: `"highest"`, all;
+        `"high"`, TensorFloat-32 on GPUs that have it and three passes of bfloat16 on
+        TPUs; `"default"`, TensorFloat-32 and one pass of bfloat16. A CPU keeps all, and
+        float64 is kept on CPU and GPU. The residual, and the power that makes q/p of
+        1/p, are at the highest; where the residual is refused or a result is not
+        finite, the root is computed again at the highest, at the cost of both. For
+        accelerators whose fast products are many times as fast, with a ridge that keeps
+        the condition number small, and with the `max_residual` that one is content
+        with. Default `"highest"`.
 
     Raises:
       ValueError: if a field has a value other than those above.
@@ -131,6 +146,7 @@ class CoupledNewton:
     tolerance: float = 1e-6
     max_residual: float = 0.1
     warm_start: bool = False
+    precision: Precision = "highest"
 
     def __post_init__(self):
         _check_iteration(self)
@@ -153,6 +169,7 @@ class HigherOrderNewton:
       max_residual: a root is refused when an entry of :math:`|A X^p - I|` is above
         it, > 0. Default 0.1.
       warm_start: as in :class:`CoupledNewton`. Default `False`.
+      precision: as in :class:`CoupledNewton`. Default `"highest"`.
 
     Raises:
       ValueError: if a field has a value other than those above.
@@ -171,6 +188,7 @@ class HigherOrderNewton:
     tolerance: float = 1e-8
     max_residual: float = 0.1
     warm_start: bool = False
+    precision: Precision = "highest"
 
     def __post_init__(self):
         check_integer("order", self.order, low=2)
@@ -182,6 +200,7 @@ def _check_iteration(record) -> None:
     check_integer("max_iterations", record.max_iterations)
     check_number("tolerance", record.tolerance, high=1.0)
     check_number("max_residual", record.max_residual, positive=True)
+    check_precision(record.precision)
 
 
 @dataclass(frozen=True)
@@ -212,6 +231,7 @@ class NewtonDB:
         eigenvalue, an integer >= 1. Default 10.
       max_residual: a root is refused when an entry of :math:`|A X^p - I|` is above
         it, > 0. Default 0.1.
+      precision: as in :class:`CoupledNewton`. Default `"highest"`.
 
     Raises:
       ValueError: if a field has a value other than those above.
@@ -231,6 +251,7 @@ class NewtonDB:
     tolerance: float = 1e-6
     power_iterations: int = 10
     max_residual: float = 0.1
+    precision: Precision = "highest"
 
     def __post_init__(self):
         check_integer("power_iterations", self.power_iterations)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from shampoo_optax._checks import Precision
 from shampoo_optax._methods import (
     CoupledNewton,
     HigherOrderNewton,
@@ -73,18 +74,26 @@ def _coupled_roots(
     Each turn multiplies X by S(M) and M by S(M)^p, where S(M) is the start of the
     power series of M^(-1/p) about the identity, to which M goes.
     """
+    precision = root.precision
     eye, scale = _eye(matrices), _scale(matrices, power, root)[:, None, None]
     order = root.order if isinstance(root, HigherOrderNewton) else 2
     series = _series(power, order)
 
     def turn(state: State, first: jax.Array) -> State:
         roots, products = state
-        factor = _horner(eye - products, series[:2])
+        factor = _horner(eye - products, series[:2], precision)
         if order > 2:
-            factor = jnp.where(first, factor, _horner(eye - products, series))
-        return _product(roots, factor), _product(_power(factor, power), products)
+            series_now = _horner(eye - products, series, precision)
+            factor = jnp.where(first, factor, series_now)
+        powers = _power(factor, power, precision)
+        return (
+            _product(roots, factor, precision),
+            _product(powers, products, precision),
+        )
 
     def halts(fresh: jax.Array, errors: jax.Array) -> jax.Array:
+        if precision != "highest":
+            return fresh >= errors
         return (fresh == errors) & (fresh < _STALLED)
 
     start = (scale ** (1 / power) * eye, scale * matrices)
@@ -118,17 +127,19 @@ def _halved_roots(
     Each turn multiplies Y and Z by (3 I - Z Y) / 2; Z Y goes to the identity. With
     the factors in another order rounding errors grow.
     """
-    eye = _eye(matrices)
+    eye, precision = _eye(matrices), root.precision
 
     def turn(state: State, first: jax.Array) -> State:
         square, inverse, products = state
         factor = (3 * eye - products) / 2
-        square, inverse = _product(square, factor), _product(factor, inverse)
-        return square, inverse, _product(inverse, square)
+        square = _product(square, factor, precision)
+        inverse = _product(factor, inverse, precision)
+        return square, inverse, _product(inverse, square, precision)
 
     def halts(fresh: jax.Array, errors: jax.Array) -> jax.Array:
         # Without rounding an error below 1/2 goes to less than its square.
-        return (fresh > errors / 2) & (errors < 1 / 2)
+        slow = (fresh > errors / 2) & (errors < 1 / 2)
+        return slow if precision == "highest" else slow | (fresh >= errors)
 
     scale = largest_eigenvalue(matrices, padding, root.power_iterations)
     scale = scale[:, None, None]
@@ -176,12 +187,14 @@ def _series(power: int, order: int) -> list[float]:
     return series
 
 
-def _horner(matrices: jax.Array, coefficients: list[float]) -> jax.Array:
+def _horner(
+    matrices: jax.Array, coefficients: list[float], precision: Precision
+) -> jax.Array:
     """The polynomial with these coefficients, the constant first."""
     eye = _eye(matrices)
     value = coefficients[-1] * matrices + coefficients[-2] * eye
     for coefficient in coefficients[-3::-1]:
-        value = _product(value, matrices) + coefficient * eye
+        value = _product(value, matrices, precision) + coefficient * eye
     return value
 
 
@@ -229,17 +242,21 @@ def _until_done(
     return state, turns
 
 
-def _product(left: jax.Array, right: jax.Array) -> jax.Array:
-    return contract(left, right, "nij,njk->nik")
+def _product(
+    left: jax.Array, right: jax.Array, precision: Precision = "highest"
+) -> jax.Array:
+    return contract(left, right, "nij,njk->nik", precision)
 
 
-def _power(matrices: jax.Array, exponent: int) -> jax.Array:
+def _power(
+    matrices: jax.Array, exponent: int, precision: Precision = "highest"
+) -> jax.Array:
     """The matrix power by repeated squaring, exponent >= 1."""
-    half = matrices if exponent < 4 else _power(matrices, exponent // 2)
+    half = matrices if exponent < 4 else _power(matrices, exponent // 2, precision)
     if exponent == 1:
         return matrices
-    result = _product(half, half)
-    return _product(result, matrices) if exponent % 2 else result
+    result = _product(half, half, precision)
+    return _product(result, matrices, precision) if exponent % 2 else result
 
 
 def _eye(matrices: jax.Array) -> jax.Array:

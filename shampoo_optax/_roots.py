@@ -1,6 +1,8 @@
 """Inverse p-th roots of factors, batched over equal sides, and their refresh."""
 
+import dataclasses
 from collections.abc import Hashable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -62,8 +64,9 @@ def inverse_roots(
 ) -> tuple[jax.Array, ...]:
     r"""Computes :math:`(L + \rho I)^{-e}` for a batch of factors of one side.
 
-    Where 64-bit arrays are enabled, float32 slots that fail are computed once more in
-    float64.
+    Slots that fail from a warm start, or at a lower precision, are computed again from
+    the identity at the highest. Where 64-bit arrays are enabled, float32 slots that
+    fail then are computed once more in float64.
 
     Args:
       factors: `[n, d, d]`, symmetric, float32 or float64.
@@ -83,27 +86,27 @@ def inverse_roots(
       residuals `[n]`, NaN where the method failed, and the turns of an iteration,
       int32 `[n]`, 0 for a decomposition.
     """
-    ridges, precision = (eps, relative_eps), jnp.finfo(factors.dtype).eps
-    if isinstance(root, Iteration):
-        exponent = float(exponents[0])
-
-        def compute(batch):
-            return _iterated(batch, exponent, root, ridges, padding, measured)
-
-        def from_previous(batch):
-            return _iterated(batch, exponent, root, ridges, padding, measured, previous)
-
-    else:
+    ridges, dtype = (eps, relative_eps), factors.dtype
+    if not isinstance(root, Iteration):
 
         def compute(batch):
             return _decomposed(
-                batch, exponents, root, ridges, padding, measured, precision
+                batch, exponents, root, ridges, padding, measured, jnp.finfo(dtype).eps
             )
 
-    sure = widened(compute, factors.dtype, root.max_residual)
-    if previous is None or not is_warm(root, exponents):
+        return widened(compute, dtype, root.max_residual)(factors)
+
+    def iterate(batch, root, previous=None):
+        exponent = float(exponents[0])
+        return _iterated(batch, exponent, root, ridges, padding, measured, previous)
+
+    exact = dataclasses.replace(root, precision="highest")
+    start = previous if is_warm(root, exponents) else None
+    sure = widened(partial(iterate, root=exact), dtype, root.max_residual)
+    if start is None and root == exact:
         return sure(factors)
-    return retried(from_previous, sure, root.max_residual)(factors)
+    fast = partial(iterate, root=root, previous=start)
+    return retried(fast, sure, root.max_residual)(factors)
 
 
 def is_warm(root: Root, exponents: np.ndarray) -> bool:

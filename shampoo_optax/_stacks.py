@@ -233,6 +233,8 @@ def scale_to_one(
     return matrices / per_slot(scale, matrices), scale
 
 
-def contract(left: jax.Array, right: jax.Array, subscripts: str) -> jax.Array:
-    """An einsum at the highest precision, whatever the process-wide default."""
-    return jnp.einsum(subscripts, left, right, precision=jax.lax.Precision.HIGHEST)
+def contract(
+    left: jax.Array, right: jax.Array, subscripts: str, precision: str = "highest"
+) -> jax.Array:
+    """An einsum at the highest precision, or another, not the process-wide default."""
+    return jnp.einsum(subscripts, left, right, precision=precision)
