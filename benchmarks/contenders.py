@@ -11,7 +11,7 @@ import optax
 import shampoo_optax as so
 from benchmarks.optimizers import lean
 from benchmarks.peers import GOOGLE, KRON, SOAP_JAX, Peer
-from benchmarks.periods import ALIKE, DECAY, FIRST, LAST, PERIOD, RATE, SHORT
+from benchmarks.periods import ALIKE, DECAY, EACH, FIRST, LAST, PERIOD, RATE, SHORT
 from benchmarks.shapes import Shapes, as_matrices
 
 BASE = "optax.adamw"
@@ -133,11 +133,14 @@ GROUPS = {
         _BASE
         | {
             "shampoo": Contender(_ours(so.shampoo)),
-            "shampoo, staggered": Contender(_STAGGERED, ALIKE, warm_up=PERIOD),
             "Google's Shampoo": Contender(_google, FIRST, peer=GOOGLE),
             "PSGD Kron": Contender(_kron, peer=KRON),
         },
         rivals=(("shampoo", "Google's Shampoo"), ("shampoo", "PSGD Kron")),
+    ),
+    "staggered": Group(
+        _BASE | {"shampoo, staggered": Contender(_STAGGERED, EACH, warm_up=PERIOD)},
+        rivals=(),
     ),
     "lean": Group(
         _BASE

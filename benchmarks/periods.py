@@ -4,7 +4,7 @@ A period has `PERIOD` steps, of which all but one are alike where all refreshes 
 together. Such an optimizer is built with a shorter period of the same program, which
 has another number in it; its weights say for how many steps of a whole period each step
 of the short one stands. Where every step is alike, or blocks take turns, it is built
-as it is used.
+as it is used, and where they take turns whole periods are taken.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ import numpy as np
 
 PERIOD, SHORT = 10, 2
 RATE, DECAY = 1e-3, 1e-4
-ALIKE, LAST, FIRST = (PERIOD,), (PERIOD - 1, 1), (1, PERIOD - 1)
+ALIKE, EACH = (PERIOD,), (1,) * PERIOD
+LAST, FIRST = (PERIOD - 1, 1), (1, PERIOD - 1)
 
 
 def round_means(
