@@ -128,6 +128,19 @@ def _lean(**options: Any) -> Contender:
     return Contender(make, LEAN_WEIGHTS, warm_up=len(LEAN_WEIGHTS))
 
 
+# What SOAP_JAX does: the paper's form and iteration, no factors of vectors.
+PAPER = dict(
+    form="paper",
+    axes=so.Axes(min_order=2),
+    basis=so.QRBasis(max_iterations=1, tolerance=0),
+)
+
+
+def _lean_soap() -> Contender:
+    make = _ours(so.soap, **PAPER | LEAN_SHORT)
+    return Contender(make, LEAN_WEIGHTS, warm_up=len(LEAN_WEIGHTS))
+
+
 GROUPS = {
     "shampoo": Group(
         _BASE
@@ -139,8 +152,12 @@ GROUPS = {
         rivals=(("shampoo", "Google's Shampoo"), ("shampoo", "PSGD Kron")),
     ),
     "staggered": Group(
-        _BASE | {"shampoo, staggered": Contender(_STAGGERED, EACH, warm_up=PERIOD)},
-        rivals=(),
+        _BASE
+        | {
+            "shampoo": Contender(_ours(so.shampoo)),
+            "shampoo, staggered": Contender(_STAGGERED, EACH, warm_up=PERIOD),
+        },
+        rivals=(("shampoo, staggered", "shampoo"),),
     ),
     "lean": Group(
         _BASE
@@ -154,11 +171,14 @@ GROUPS = {
         _BASE
         | {
             "soap": Contender(_ours(so.soap)),
-            "soap, QR": Contender(_ours(so.soap, basis=so.QRBasis())),
+            "soap, as theirs": Contender(_ours(so.soap, **PAPER)),
+            "soap, lean": _lean_soap(),
             "kl_shampoo": Contender(_ours(so.kl_shampoo)),
             "SOAP_JAX": Contender(_soap_jax, peer=SOAP_JAX),
         },
-        rivals=(("soap", "SOAP_JAX"), ("soap, QR", "SOAP_JAX")),
+        rivals=tuple(
+            (f"soap{kind}", "SOAP_JAX") for kind in ("", ", as theirs", ", lean")
+        ),
     ),
     "muon": Group(
         _BASE

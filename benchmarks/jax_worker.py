@@ -20,7 +20,7 @@ from benchmarks.worker import serve
 def holding_parameters(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-    """Writes the parameters too, in place, as a step of torch does; updates nothing."""
+    """Writes the parameters in its state, as a step of torch does; gives no updates."""
 
     def init(params: Any) -> tuple[Any, Any]:
         return params, inner.init(params)
@@ -29,9 +29,9 @@ def holding_parameters(
         grads: Any, state: tuple[Any, Any], params: Any = None
     ) -> tuple[tuple[()], tuple[Any, Any]]:
         del params  # those in the state are the newer ones
-        params, state = state
-        updates, state = inner.update(grads, state, params)
-        return (), (optax.apply_updates(params, updates), state)
+        held, inner_state = state
+        updates, inner_state = inner.update(grads, inner_state, held)
+        return (), (optax.apply_updates(held, updates), inner_state)
 
     return optax.GradientTransformation(init, update)
 

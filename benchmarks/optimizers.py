@@ -18,8 +18,8 @@ RATES = {
         shampoo=2e-3,
         shampoo_lean=2e-3,
         soap=2e-3,
-        kl_shampoo=2e-3,
-        muon=4e-3,
+        kl_shampoo=8e-3,
+        muon=2e-3,
         adamw=8e-3,
     ),
     "text": dict(

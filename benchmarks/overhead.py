@@ -47,11 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     make_folder(parser, options.out)
     names = list(dict.fromkeys([BASE, *options.optimizers]))
-    task = make_task("text")
-    settings = Settings(task.weight_decay, 256, PERIOD, task.clip)
     rows = []
     for batch in options.batches:
-        means = measure(task, names, windows(task, batch), settings, options.rounds)
+        task = make_task("text", batch=batch)
+        settings = Settings(task.weight_decay, 256, PERIOD, task.clip)
+        means = measure(task, names, task.draw(0), settings, options.rounds)
         rows += rows_of(batch, means)
     text = aligned(["batch", "optimizer", "mean step (ms)", f"by {BASE}'s"], *rows)
     note = f"{__doc__.strip()}\n\n{os.cpu_count()} CPU cores, {options.rounds} periods."
@@ -73,14 +73,6 @@ def rows_of(batch: int, means: dict[str, np.ndarray]) -> list[list[str]]:
     ]
 
 
-def windows(task: Task, batch: int) -> Iterator[np.ndarray]:
-    """Yields where the windows of batches of that size begin."""
-    rng = np.random.default_rng(0)
-    last = len(task.dataset.train[0]) - task.model.context - 1
-    while True:
-        yield rng.integers(last, size=batch)
-
-
 def measure(
     task: Task,
     names: Sequence[str],
@@ -92,8 +84,8 @@ def measure(
 
     The first period is not counted.
     """
-    first = next(batches)
-    steps = {name: stepper(task, name, first, settings) for name in names}
+    first, data = next(batches), jax.device_put(task.dataset.train)
+    steps = {name: stepper(task, name, data, first, settings) for name in names}
     period = settings.refresh_every
     turns = period * (1 + rounds)
     bar = tqdm(islice(batches, turns), f"batch {len(first)}", turns, unit="step")
@@ -104,11 +96,16 @@ def measure(
     }
 
 
-def stepper(task: Task, name: str, index: np.ndarray, settings: Settings) -> Step:
+def stepper(
+    task: Task,
+    name: str,
+    data: tuple[jax.Array, ...],
+    index: np.ndarray,
+    settings: Settings,
+) -> Step:
     """Returns a timed training step, on batches such as this, that holds its state."""
     optimizer = make_optimizer(name, warmup_cosine(1e-3, 1000), settings)
     held = [initial_state(task, optimizer, seed=0, devices=1)]
-    data = jax.device_put(task.dataset.train)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, held[0])
     step = make_step(task, optimizer, shardings)
     step = step.lower(held[0], data, index).compile()

@@ -3,9 +3,10 @@
 Every run leaves a JSON record; a run whose record is there is not run again, so a
 stopped sweep goes on where it was. Rates are chosen on held-out training data, by the
 fewest steps to the target and then by the last metric. Several seeds at the chosen rate
-are judged on the test data. Steps do not depend on what else the machine does; seconds
-are these steps times the mean of whole training steps, refreshes included, which all
-optimizers take in turns at the end.
+are judged on the test data. Steps do not depend on what else the machine does. Seconds
+to the target are these steps times the seconds of a training step with its share of
+refreshes, which all optimizers take in turns at the end, on a machine that should be
+idle then; neither compilation nor evaluation is in them.
 """
 
 import argparse
@@ -42,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, records in tried.items()
         for rate in _final_rates(task, records, documented.get(name))
     ]
-    steps = mean_steps(task, options.optimizer, final[0][0].run.settings)
-    text = markdown(task, tried, final, steps)
+    seconds = mean_seconds(task, options.optimizer, final[0][0].run.settings)
+    text = markdown(task, tried, final, seconds)
     (folder / "results.md").write_text(text)
     plot(final, folder / "results.png")
     print(text)
@@ -127,11 +128,11 @@ def _run_once(task: Task, run: Run, folder: Path) -> Record:
     return record
 
 
-def mean_steps(
-    task: Task, names: Sequence[str], settings: Settings, rounds: int = ROUNDS
+def mean_seconds(
+    task: Task, names: Sequence[str], settings: Settings
 ) -> dict[str, float]:
-    """Returns the mean seconds of a training step, refreshes included, in turns."""
-    means = overhead.measure(task, names, task.draw(0), settings, rounds)
+    """Returns the mean step of a period of each optimizer, the median of periods."""
+    means = overhead.measure(task, names, task.draw(0), settings, ROUNDS)
     return {name: float(np.median(mean)) for name, mean in means.items()}
 
 
@@ -139,9 +140,9 @@ def markdown(
     task: Task,
     tried: dict[str, list[Record]],
     final: list[list[Record]],
-    steps: dict[str, float],
+    seconds: dict[str, float],
 ) -> str:
-    """Returns the two tables of a sweep as Markdown; `steps` are mean seconds."""
+    """Returns the two tables of a sweep as Markdown; `seconds` are those of a step."""
     run = final[0][0].run
     target = task.target(run.steps)
     aim = "no target" if target is None else f"target {target:g}"
@@ -152,10 +153,11 @@ def markdown(
             f"# {task.dataset.name}: {task.metric}, {run.steps} steps, {aim}\n",
             f"All but AdamW: {settings}; Muon has whole matrices. "
             f"Evaluated every {EVAL_EVERY} steps.\n",
-            f"## At the chosen rate, {len(final[0])} seeds, test data\n",
-            f"Seconds: steps to the target, mean of the seeds, times the mean step of "
-            f"{ROUNDS} periods, in turns on {os.cpu_count()} CPU cores.\n",
-            *_final_table(final, steps),
+            f"## At the chosen rates, {len(final[0])} seeds, test data\n",
+            "A second line of an optimizer: at the rate of `benchmarks.train`. Seconds: "
+            "mean steps to the target times the step, which is the mean of a period, "
+            f"the median of {ROUNDS} periods, in turns on {os.cpu_count()} CPU cores.\n",
+            *_final_table(final, seconds),
             "\n## The rates, one seed, held-out data\n",
             *_rates_table(tried),
             "",
@@ -163,14 +165,14 @@ def markdown(
     )
 
 
-def _final_table(final: list[list[Record]], steps: dict[str, float]) -> list[str]:
-    head = ["optimizer", "rate", "steps to target", "mean", "mean step (ms)"]
+def _final_table(final: list[list[Record]], seconds: dict[str, float]) -> list[str]:
+    head = ["optimizer", "rate", "steps to target", "mean", "step (ms)"]
     head += ["seconds to target", "final metric", "state bytes"]
-    rows = [_final_row(records, steps[records[0].run.optimizer]) for records in final]
+    rows = [_final_row(records, seconds[records[0].run.optimizer]) for records in final]
     return _rows([head, ["---"] * len(head), *rows])
 
 
-def _final_row(records: list[Record], step: float) -> list[str]:
+def _final_row(records: list[Record], seconds: float) -> list[str]:
     reached = [record.steps_to_target for record in records]
     mean = statistics.fmean(reached) if all(reached) else None
     return [
@@ -178,8 +180,8 @@ def _final_row(records: list[Record], step: float) -> list[str]:
         f"{records[0].run.learning_rate:g}",
         ", ".join(str(steps or "-") for steps in reached),
         f"{mean:.0f}" if mean else "-",
-        f"{1e3 * step:.1f}",
-        f"{mean * step:.1f}" if mean else "-",
+        f"{1e3 * seconds:.1f}",
+        f"{mean * seconds:.1f}" if mean else "-",
         mean_and_deviation([record.final for record in records]),
         f"{records[0].state_bytes:,}",
     ]

@@ -55,9 +55,14 @@ class Task:
         return metric >= target if self.metric == "accuracy" else metric <= target
 
 
-def make_task(name: str, path: Path | None = None) -> Task:
-    """Builds a task by name, on its packaged data or on the user's file."""
-    return _images(load_images(path)) if name == "images" else _text(load_text(path))
+def make_task(name: str, path: Path | None = None, **changed: int) -> Task:
+    """Builds a task by name, on its packaged data or on the user's file.
+
+    The size of a `batch` may be `changed`.
+    """
+    if name == "images":
+        return _images(load_images(path), **changed)
+    return _text(load_text(path), **changed)
 
 
 IMAGE_TARGETS = {"Fashion-MNIST": ((0, 91.5),), "MNIST-5k": ((0, 97.0),)}

@@ -150,7 +150,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(text, tmp_path, monkeypatch):
         save(record, path)
 
     monkeypatch.setattr(sweep, "train", run_instead)
-    monkeypatch.setattr(sweep, "mean_steps", lambda *_: {"shampoo": 0.25})
+    monkeypatch.setattr(sweep, "mean_seconds", lambda *_: {"shampoo": 0.25})
     monkeypatch.setattr(report, "save", save_with_its_run)
     arguments = ["--data", str(text), "--optimizer", "shampoo", "--steps", "10"]
     arguments += ["--out", str(tmp_path / "out"), "--seeds", "2", "--documented"]

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import overhead
+from benchmarks import overhead, sweep
 from benchmarks.models import ByteTransformer
 from benchmarks.optimizers import Settings
 from benchmarks.tasks import make_task
@@ -28,7 +28,7 @@ def small_task(tmp_path, monkeypatch):
     path.write_bytes(bytes(range(256)) * 80)
     task = make_task("text", path)
     small = dataclasses.replace(task, model=ByteTransformer(layers=0, width=16))
-    monkeypatch.setattr(overhead, "make_task", lambda name: small)
+    monkeypatch.setattr(overhead, "make_task", lambda name, batch: small)
     with jax.numpy_rank_promotion("allow"):
         yield small
 
@@ -49,3 +49,10 @@ def test_the_first_period_does_not_count(small_task, monkeypatch):
     batches, settings = small_task.draw(0), Settings(0.0, 16, 5, None)
     means = overhead.measure(small_task, ["adamw"], batches, settings, rounds=3)
     np.testing.assert_array_equal(means["adamw"], [8.0, 13.0, 18.0])
+
+
+def test_a_sweep_times_steps_of_each_optimizer(small_task, monkeypatch):
+    monkeypatch.setattr(sweep, "ROUNDS", 1)
+    names, settings = ["adamw", "shampoo"], Settings(0.0, 16, 2, None)
+    seconds = sweep.mean_seconds(small_task, names, settings)
+    assert list(seconds) == names and min(seconds.values()) > 0

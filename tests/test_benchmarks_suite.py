@@ -44,6 +44,9 @@ def test_means_are_those_of_whole_periods():
     first = periods.round_means(seconds, periods.FIRST, 4)
     np.testing.assert_allclose(first, [0.1 * 2 + 0.9 * 12, 0.1 * 2 + 0.9 * 22])
     assert periods.plain_and_refresh(seconds, periods.ALIKE) == (7.0, None)
+    turns = [1.0] * 9 + [3.0] + [1.0] * 9 + [5.0]
+    assert periods.plain_and_refresh(turns, periods.EACH) == (1.0, 4.0)
+    assert periods.round_means(turns, periods.EACH, 10).tolist() == [1.2, 1.4]
     assert periods.ratio_of(np.array([1.0, 9.0, 4.0]), np.array([2, 3, 2])) == 2.0
 
 
@@ -236,14 +239,14 @@ def test_a_process_answers_with_the_seconds_of_its_steps(monkeypatch, capsys):
 
 def test_the_parameters_beside_torch_are_those_of_training():
     params = {"w": jnp.ones((2, 3))}
-    tx = optax.sgd(0.5, momentum=0.5)
+    tx = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.5, momentum=0.5))
     held = jax_worker.holding_parameters(tx)
     state = held.init(params)
     for grad in (1.0, 2.0):
         updates, state = held.update({"w": jnp.full((2, 3), grad)}, state, params)
         assert updates == ()
-    # 1 - 0.5 (1) - 0.5 (2 + 0.5 * 1)
-    np.testing.assert_allclose(state[0]["w"], np.full((2, 3), -0.75))
+    # 1 - 0.5 (1 + 0.5) = 0.25, and then 0.25 - 0.5 (2 + 0.5 (0.25) + 0.5 (1.5))
+    np.testing.assert_allclose(state[0]["w"], np.full((2, 3), -1.1875))
 
 
 def test_processes_are_asked_in_turns(tmp_path, capsys, monkeypatch):
