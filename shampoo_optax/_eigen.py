@@ -198,10 +198,8 @@ def _followed(
     padding: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """QR iteration from the previous bases, ascending."""
-    rotated, vectors, iterations = _iterate_qr(matrices, previous, basis)
-    moved = per_slot(iterations > 0, vectors)
-    vectors = jnp.where(moved, _orthogonal(vectors), vectors)
-    values = _diagonals(rotated)
+    iterate = _iterate_qr if basis.tolerance > 0 else _iterate_untested
+    values, vectors, iterations = iterate(matrices, previous, basis)
     order = values if padding is None else jnp.where(padding, jnp.inf, values)
     vectors, values = _reorder(vectors, values, jnp.argsort(order, axis=1))
     values, vectors = _settle_padding(values, vectors, matrices, padding)
@@ -209,10 +207,32 @@ def _followed(
     return values, vectors, residuals, iterations
 
 
+def _iterate_untested(
+    matrices: jax.Array, vectors: jax.Array, basis: QRBasis
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `_iterate_qr` where no Q is ever good: the Q' of A Q = Q' R, up to signs.
+
+    It takes a third of the products, and nothing adds up in Q.
+    """
+    moving = traces(matrices) > 0
+
+    def advance(_, vectors: jax.Array) -> jax.Array:
+        products = contract(matrices, vectors, "nij,njk->nik")
+        return _where_needed(_qr, products, moving, (vectors, products))[0]
+
+    vectors = jax.lax.fori_loop(0, basis.max_iterations, advance, vectors)
+    products = contract(matrices, vectors, "nij,njk->nik")
+    iterations = jnp.where(moving, jnp.int32(basis.max_iterations), 0)
+    return jnp.sum(vectors * products, axis=1), vectors, iterations
+
+
 def _iterate_qr(
     matrices: jax.Array, vectors: jax.Array, basis: QRBasis
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Qᵀ A Q, Q and the iterations done, once each Q is good or had its iterations."""
+    """The diagonal of Qᵀ A Q, Q, and the iterations done.
+
+    It ends where Q is good or had its iterations.
+    """
 
     def unfinished(carry):
         *_, running = carry
@@ -235,7 +255,10 @@ def _iterate_qr(
     rotated = _rotated(matrices, vectors)
     iterations = jnp.zeros(len(matrices), jnp.int32)
     start = (rotated, vectors, iterations, is_running(rotated, iterations))
-    return jax.lax.while_loop(unfinished, advance, start)[:3]
+    rotated, vectors, iterations, _ = jax.lax.while_loop(unfinished, advance, start)
+    moved = per_slot(iterations > 0, vectors)
+    vectors = jnp.where(moved, _orthogonal(vectors), vectors)
+    return _diagonals(rotated), vectors, iterations
 
 
 def _qr(matrices: jax.Array) -> Pair:
