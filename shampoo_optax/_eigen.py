@@ -210,20 +210,29 @@ def _followed(
 def _iterate_untested(
     matrices: jax.Array, vectors: jax.Array, basis: QRBasis
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `_iterate_qr` where no Q is ever good: the Q' of A Q = Q' R, up to signs.
+    """As `_iterate_qr` with the Q' of A Q = Q' R as the next Q, up to signs.
 
-    It takes a third of the products, and nothing adds up in Q.
+    An iteration takes one product, and nothing adds up in Q. Only a Q of which A Q is
+    a multiple of each column, bit for bit, is good.
     """
-    moving = traces(matrices) > 0
 
-    def advance(_, vectors: jax.Array) -> jax.Array:
+    def estimates(vectors: jax.Array, products: jax.Array) -> jax.Array:
+        return jnp.sum(vectors * products, axis=1)
+
+    def advance(_, carry):
+        vectors, products, iterations = carry
+        multiples = vectors * estimates(vectors, products)[:, None]
+        moving = jnp.any(products != multiples, axis=(1, 2))
+        vectors, _ = _where_needed(_qr, products, moving, (vectors, products))
         products = contract(matrices, vectors, "nij,njk->nik")
-        return _where_needed(_qr, products, moving, (vectors, products))[0]
+        return vectors, products, iterations + moving.astype(jnp.int32)
 
-    vectors = jax.lax.fori_loop(0, basis.max_iterations, advance, vectors)
     products = contract(matrices, vectors, "nij,njk->nik")
-    iterations = jnp.where(moving, jnp.int32(basis.max_iterations), 0)
-    return jnp.sum(vectors * products, axis=1), vectors, iterations
+    start = (vectors, products, jnp.zeros(len(matrices), jnp.int32))
+    vectors, products, iterations = jax.lax.fori_loop(
+        0, basis.max_iterations, advance, start
+    )
+    return estimates(vectors, products), vectors, iterations
 
 
 def _iterate_qr(

@@ -17,6 +17,7 @@ from shampoo_optax._stacks import contract, traces
 
 _GROWTH = 1.2  # an error that grows by more than this has passed its minimum
 _STALLED = 1e-3  # an error that stands still below this is at its minimum
+_NOISY = 0.1  # below this, one that does not fall at a lower precision is noise
 _PROBES = 4  # vectors of a power iteration, of which some may miss what is sought
 
 State = tuple[jax.Array, ...]  # the last matrix goes to the identity
@@ -59,6 +60,8 @@ def iterate_roots(
         roots, turns = _halved_roots(matrices, power, root, padding)
     else:
         roots, turns = _coupled_roots(matrices, power, root, previous)
+    if root.precision != "highest":  # rounded factors do not commute
+        roots = (roots + roots.mT) / 2
     residual = _largest_entry(_product(matrices, _power(roots, power)))
     return _power(roots, ratio.denominator), residual, turns
 
@@ -90,7 +93,9 @@ def _coupled_roots(
         return roots, _product(powers, products, precision)
 
     def halts(fresh: jax.Array, errors: jax.Array) -> jax.Array:
-        return (fresh == errors) & (fresh < _STALLED)
+        if precision == "highest":
+            return (fresh == errors) & (fresh < _STALLED)
+        return (fresh >= errors) & (errors < _NOISY)
 
     start = (scale ** (1 / power) * eye, scale * matrices)
     if previous is not None:
@@ -228,8 +233,6 @@ def _until_done(
         turns += running.astype(turns.dtype)
         fresh = error_of(state[-1])
         worse = (fresh > _GROWTH * errors) | halts(fresh, errors)
-        if root.precision != "highest":
-            worse |= fresh >= errors  # the noise of few digits stands still anywhere
         running &= (done == 0) | ~worse
         return state, turns, fresh, running & (fresh > root.tolerance), done + 1
 
