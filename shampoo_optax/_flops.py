@@ -18,6 +18,9 @@ QR = 17
 # CPU 31 to 55 by shape, where an eigendecomposition takes 24 to 43.
 SVD = 48
 
+# The compiled function of `_retry.py`: a second attempt where the first has failed.
+_SELDOM = "retry"
+
 # These move or name numbers, and compute none.
 _MOVES = frozenset(
     "broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice gather iota "
@@ -33,8 +36,8 @@ class Flops:
       products: of matrix products and singular value decompositions, 48 m n min(m, n)
         each, at every step.
       entrywise: of all else, at every step; one for each number that is computed.
-      refresh: what a refresh adds, without what follows; of a loop that runs until it
-        has converged, one turn.
+      refresh: what a refresh adds, without what follows and without second attempts at
+        what has failed; of a loop that runs until it has converged, one turn.
       decompositions: of the eigendecompositions of a refresh, 28 d^3 each, and of the
         QR decompositions, 17 d^3 each.
     """
@@ -94,6 +97,8 @@ def _identity(eqn: Any, same: dict) -> Hashable:
 
 def _count_equation(eqn: Any) -> Flops:
     name = eqn.primitive.name
+    if eqn.params.get("name") == _SELDOM:
+        return Flops()
     inner = [count_flops(jaxpr) for jaxpr in _subjaxprs(eqn.params)]
     if name == "cond":
         often, seldom = min(inner, key=_all), max(inner, key=_all)

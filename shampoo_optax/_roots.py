@@ -83,8 +83,8 @@ def inverse_roots(
 
     Returns:
       the roots `[n, d, d]`, the condition numbers `[n]` if they are asked for, the
-      residuals `[n]`, NaN where the method failed, and the turns of an iteration,
-      int32 `[n]`, 0 for a decomposition.
+      residuals `[n]`, NaN where the method failed, and the turns of an iteration, those
+      of the last attempt alone, int32 `[n]`, 0 for a decomposition.
     """
     ridges, dtype = (eps, relative_eps), factors.dtype
     if not isinstance(root, Iteration):

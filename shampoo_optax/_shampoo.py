@@ -225,8 +225,8 @@ def scale_by_shampoo(
     The direction has the gradient's sign and no step size: chain it with
     `optax.scale_by_learning_rate`, or take :func:`shampoo`. Statistics are kept in
     float32, or float64 for float64 parameters; every product runs at the highest
-    precision. Keep the transform out of `jax.vmap`: with a batched step count the
-    refresh is done at every step.
+    precision, but those that `root` lowers. Keep the transform out of `jax.vmap`: with
+    a batched step count the refresh is done at every step.
 
     Guards: a block whose gradient has a NaN or Inf, or would overflow the factors,
     is left as it is at that step, with a direction of 0; a direction that is not

@@ -115,8 +115,8 @@ def scale_by_spectral_descent(
     refuses them, as the official package does.
 
     The whole of it runs in float32, or float64 for float64 parameters, with products
-    at the highest precision. Guards and absent gradients are those of
-    :func:`scale_by_shampoo`.
+    at the highest precision, but those that `method` lowers. Guards and absent
+    gradients are those of :func:`scale_by_shampoo`.
 
     Args:
       b1: decay rate of the filtered gradient, in [0, 1); 0 takes the gradient as it

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from shampoo_optax._checks import Precision
+
 Stacks = dict[str, jax.Array]  # {stack: [n, *block]}
 AxisStacks = dict[str, dict[str, jax.Array]]  # {stack: {axis: [n, d, d]}}
 
@@ -234,7 +236,10 @@ def scale_to_one(
 
 
 def contract(
-    left: jax.Array, right: jax.Array, subscripts: str, precision: str = "highest"
+    left: jax.Array,
+    right: jax.Array,
+    subscripts: str,
+    precision: Precision = "highest",
 ) -> jax.Array:
     """An einsum at the highest precision, or another, not the process-wide default."""
     return jnp.einsum(subscripts, left, right, precision=precision)

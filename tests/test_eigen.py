@@ -195,6 +195,41 @@ def test_qr_bases_that_are_followed_for_long_stay_orthogonal():
     assert np.max(np.abs(gram - np.eye(side))) <= 2e-6
 
 
+@pytest.mark.parametrize("turns", [1, 3])
+def test_without_a_test_qr_takes_the_same_turns_from_products_alone(turns, x64):
+    matrices, old = problems()
+    matrices[0] = 0
+    padding = np.zeros((5, 7), bool)
+    padding[3:, 5:] = True
+    matrices[3:], old[3:] = 0, np.eye(7)
+    matrices[3:, :5, :5], old[3:, :5, :5] = (x[2:4] for x in problems(side=5))
+
+    got = run(matrices, old, so.QRBasis(turns, 0.0), padding)
+    want = run(matrices, old, so.QRBasis(turns, 1e-30), padding)
+    assert_columns(got[0], want[0], 1e-12)
+    np.testing.assert_allclose(got[1], want[1], rtol=0, atol=1e-13)
+    np.testing.assert_array_equal(got[3], [0] + [turns] * 4)
+    np.testing.assert_array_equal(got[0][0], old[0])  # of zeros, bit for bit
+    rotated = np.einsum("nji,njk,nki->ni", got[0], matrices, got[0])
+    inside = ~padding
+    np.testing.assert_allclose(got[1][inside], rotated[inside], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_without_a_test_qr_is_the_q_of_products(turns, x64):
+    matrices, previous = (array[1:] for array in problems())
+    want = previous
+    for _ in range(turns):
+        want = np.linalg.qr(matrices @ want)[0]
+    values = np.einsum("nji,njk,nki->ni", want, matrices, want)
+    order = np.argsort(values, axis=1)
+    want = np.take_along_axis(want, order[:, None], axis=2)
+    bases, estimates, residuals, _ = run(matrices, previous, so.QRBasis(turns, 0.0))
+    assert_columns(bases, want, 1e-12)
+    np.testing.assert_allclose(estimates, np.sort(values, axis=1), rtol=0, atol=1e-14)
+    assert np.max(residuals) <= 1e-14
+
+
 # ---- what surrounds the mathematics
 
 

@@ -21,6 +21,7 @@ PRECISIONS = {
 }
 CASES = {
     "coupled": (so.CoupledNewton(), 1 / 4),
+    "eighth": (so.CoupledNewton(), 1 / 8),
     "power": (so.CoupledNewton(), 2 / 3),
     "order 3": (so.HigherOrderNewton(), 1 / 2),
     "NewtonDB": (so.NewtonDB(), 1 / 4),
@@ -45,7 +46,10 @@ def compute(batch, exponent, root, previous=None, measured=False):
 
 def products(call, *args):
     """Of every product its precision, and the primitives that it is inside of."""
-    found = list(helpers.equations(jax.make_jaxpr(call)(*args).jaxpr))
+    found = [
+        (eqn, tuple(p for p in path if p not in ("jit", "pjit")))
+        for eqn, path in helpers.equations(jax.make_jaxpr(call)(*args).jaxpr)
+    ]
     dots = [(e.params["precision"], p) for e, p in found if "dot" in e.primitive.name]
     assert all(len(set(both)) == 1 for both, _ in dots)
     conditionals = [path for e, path in found if e.primitive.name == "cond"]
@@ -60,7 +64,8 @@ def test_products_of_the_loop_have_the_precision_asked_for(root, exponent, preci
     def call(batch, previous):
         return compute(batch, exponent, lowered(root, precision), previous, True)
 
-    with jax.default_matmul_precision("bfloat16"):
+    others = "float32" if precision == "default" else "bfloat16"
+    with jax.default_matmul_precision(others):
         found, conditionals = products(call, eye, eye)
     looped = {p for p, path in found if "while" in path and "cond[1]" not in path}
     others = {p for p, path in found if "while" not in path or "cond[1]" in path}
@@ -72,11 +77,27 @@ def test_products_of_the_loop_have_the_precision_asked_for(root, exponent, preci
 
 
 def test_attempts_are_nested_from_low_to_wide(x64):
-    call = lambda batch: compute(batch, 1 / 4, lowered(so.NewtonDB()))  # noqa: E731
+    def call(batch):
+        return compute(batch, 1 / 4, lowered(so.NewtonDB()))
+
     _, conditionals = products(call, jnp.eye(3, dtype=jnp.float32)[None])
     assert conditionals == [(), ("cond[1]",)]
     _, conditionals = products(call, jnp.eye(3, dtype=jnp.float64)[None])
     assert conditionals == [()]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_products_of_newton_schulz_have_the_precision_asked_for(precision):
+    method = so.NewtonSchulz(precision=precision)
+
+    def call(blocks):
+        return _polar.orthogonalize(blocks, jnp.ones(1), jnp.ones(1), method)
+
+    others = "float32" if precision == "default" else "bfloat16"
+    with jax.default_matmul_precision(others):
+        found, _ = products(call, jnp.ones((1, 4, 3)))
+    looped = [p for p, path in found if "scan" in path]
+    assert looped == 3 * [PRECISIONS[precision]]  # G Gᵀ, its square, and times G
 
 
 @pytest.mark.parametrize(
@@ -187,12 +208,41 @@ def test_noise_ends_the_iteration(root, exponent, few_digits):
 
     exact, *others = helpers.quick_jit(call)(jnp.asarray(matrices / scales))
     want = exact_roots(matrices / scales, exponent)
-    # As the docstring says: up to these conditions they pass, with these errors.
-    for result, passing, error in zip(others, (5, 4), (7e-3, 2.5e-2), strict=True):
+    # Up to so many of these conditions they pass, with these errors.
+    passing_of = (4, 2) if exponent == 1 / 8 else (5, 4)
+    for result, passing, error in zip(others, passing_of, (7e-3, 2.5e-2), strict=True):
         roots, residuals, turns = (np.asarray(x) for x in result)
         assert np.all(turns <= exact[2] + 4)
         assert np.all(residuals[:passing] <= root.max_residual)
         assert np.all(relative_errors(roots, want)[:passing] <= error)
+
+
+def test_an_error_that_rises_while_it_is_large_does_not_end_a_warm_start():
+    rng = np.random.default_rng(23)  # with it the error rises once, from 0.48 to 0.49
+    half = rng.standard_normal((12, 12)) * np.logspace(0, -2, 12)
+    matrix = half @ half.T
+    shift = 1e-2 * np.trace(matrix) * np.diag(np.linspace(0.1, 1, 12))
+    batch, previous = (
+        jnp.asarray(x[None], jnp.float32)
+        for x in (matrix, np.linalg.inv(matrix + shift))
+    )
+
+    def call(batch):  # on a CPU the products themselves are the same
+        roots = [so.CoupledNewton(warm_start=True, max_residual=1e30)] * 2
+        roots[1] = lowered(roots[0])
+        return [compute(batch, 1.0, root, previous) for root in roots]
+
+    exact, low = helpers.quick_jit(call)(batch)
+    assert low[1] <= 0.1 and low[2] >= exact[2] - 2
+
+
+@cases
+def test_roots_of_few_digits_are_symmetric(root, exponent, few_digits):
+    matrices = jnp.asarray(matrices_of([1.5, 5, 1e3]))
+    once = lowered(root, max_residual=1e30)
+    roots, *_ = helpers.quick_jit(lambda x: compute(x, exponent, once, x))(matrices)
+    bound = 1e-6 * np.max(np.abs(roots))
+    np.testing.assert_allclose(roots, roots.mT, rtol=0, atol=bound)
 
 
 def test_a_root_may_need_three_attempts(few_digits):
@@ -226,7 +276,12 @@ def test_newton_schulz_with_few_digits(shape, few_digits):
 
     found = helpers.quick_jit(call)(gradient)
     highest, high, default = (np.max(np.abs(x - want)) for x in found)
-    assert highest <= 3e-6 < 10 * highest < high <= 3e-3 < 2 * high < default <= 2e-2
+    assert highest <= 3e-6 and high <= 3e-3 and default <= 2e-2
+    assert 10 * highest < high < default / 2
+    # As the docstring says, of the direction and of singular values.
+    assert np.linalg.norm(found[2] - want) <= 0.05 * np.linalg.norm(want)
+    values = [np.linalg.svd(x, compute_uv=False) for x in (found[2], want)]
+    assert np.max(np.abs(values[0] - values[1])) <= 0.06
 
 
 # ---- arguments
