@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from shampoo_optax._checks import Precision
-
 Stacks = dict[str, jax.Array]  # {stack: [n, *block]}
 AxisStacks = dict[str, dict[str, jax.Array]]  # {stack: {axis: [n, d, d]}}
 
@@ -239,7 +237,7 @@ def contract(
     left: jax.Array,
     right: jax.Array,
     subscripts: str,
-    precision: Precision = "highest",
+    precision: jax.lax.PrecisionLike = "highest",
 ) -> jax.Array:
     """An einsum at the highest precision, or another, not the process-wide default."""
     return jnp.einsum(subscripts, left, right, precision=precision)

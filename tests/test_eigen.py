@@ -176,14 +176,15 @@ def test_share_off_the_diagonal_is_exact_in_float32():
         assert found[3] == count
 
 
-def test_qr_bases_that_are_followed_for_long_stay_orthogonal():
+@pytest.mark.parametrize("tolerance", [0.0, 1e-30])
+def test_qr_bases_that_are_followed_for_long_stay_orthogonal(tolerance):
     side, steps = 8, 1000
 
     def advance(carry, key):
         factors, bases = carry
         blocks = jax.random.normal(key, (2, side, side))
         factors = 0.9 * factors + jnp.einsum("nij,nkj->nik", blocks, blocks)
-        bases, *_, iterations = eigenbases(factors, bases, so.QRBasis(1, 0.0))
+        bases, *_, iterations = eigenbases(factors, bases, so.QRBasis(1, tolerance))
         return (factors, bases), iterations
 
     start = jnp.zeros((2, side, side)), jnp.tile(jnp.eye(side), (2, 1, 1))
@@ -331,6 +332,7 @@ def test_batches_on_accelerators_give_what_single_matrices_give(basis, monkeypat
         (so.EighBasis(), "eigh", ["scan"]),
         (so.EighBasis(0.1), "eigh", ["scan", "cond"]),
         (so.QRBasis(), "qr", ["while", "scan", "cond"]),
+        (so.QRBasis(2, 0.0), "qr", ["scan", "scan", "cond"]),
     ],
 )
 def test_decompositions_are_single_and_only_where_needed(basis, name, place):
