@@ -34,9 +34,10 @@ HEAD += ["compile (s)", "HLO lines", "state", "bytes each"]
 LEGEND = """\
 Mean: of a period of 10 steps; ratio: that mean over the one of `optax.adamw`; step and
 refresh: medians of the steps without and with, of staggered ones the median of all and
-of the slowest of the ten; bytes each: of the state, for each parameter. Peers are as their packages have them, with this period and this block size
-where they have one. In the group of Muon all kernels are matrices, and vectors and
-tables of a vocabulary go to AdamW.
+of the slowest of the ten; bytes each: of the state, for each parameter. Peers are as
+their packages have them, with this period and this block size where they have one. In
+the group of Muon all kernels are matrices, and vectors and tables of a vocabulary go to
+AdamW.
 """
 
 

@@ -154,9 +154,10 @@ def markdown(
             f"All but AdamW: {settings}; Muon has whole matrices. "
             f"Evaluated every {EVAL_EVERY} steps.\n",
             f"## At the chosen rates, {len(final[0])} seeds, test data\n",
-            "A second line of an optimizer: at the rate of `benchmarks.train`. Seconds: "
-            "mean steps to the target times the step, which is the mean of a period, "
-            f"the median of {ROUNDS} periods, in turns on {os.cpu_count()} CPU cores.\n",
+            "A second line of an optimizer: at the rate of `benchmarks.train`. "
+            "Seconds: mean steps to the target times the step, which is the mean of a "
+            f"period, the median of {ROUNDS} periods, in turns on {os.cpu_count()} CPU "
+            "cores.\n",
             *_final_table(final, seconds),
             "\n## The rates, one seed, held-out data\n",
             *_rates_table(tried),

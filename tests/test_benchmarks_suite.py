@@ -44,9 +44,10 @@ def test_means_are_those_of_whole_periods():
     first = periods.round_means(seconds, periods.FIRST, 4)
     np.testing.assert_allclose(first, [0.1 * 2 + 0.9 * 12, 0.1 * 2 + 0.9 * 22])
     assert periods.plain_and_refresh(seconds, periods.ALIKE) == (7.0, None)
-    turns = [1.0] * 9 + [3.0] + [1.0] * 9 + [5.0]
-    assert periods.plain_and_refresh(turns, periods.EACH) == (1.0, 4.0)
-    assert periods.round_means(turns, periods.EACH, 10).tolist() == [1.2, 1.4]
+    turns = [1.0] * 9 + [11.0] + [1.0] * 9 + [21.0]
+    assert periods.plain_and_refresh(turns, periods.EACH) == (1.0, 16.0)
+    means = periods.round_means(turns, periods.EACH, 10)
+    np.testing.assert_allclose(means, [2.0, 3.0])
     assert periods.ratio_of(np.array([1.0, 9.0, 4.0]), np.array([2, 3, 2])) == 2.0
 
 
