@@ -351,8 +351,8 @@ def test_case_holds(name, case):
 # ---- the table is whole
 
 NO_DIRECTION = {"scale_by_momentum", "scale_by_row_wise_adagrad"}
-# Arguments whose choices are no methods: of step sizes, of shapes, of what is stored, of
-# how products are rounded.
+# Arguments whose choices are no methods: of step sizes, of shapes, of what is stored,
+# of how products are rounded.
 NO_METHOD = {"graft", "merge_from", "dtype", "scale", "axes", "placement", "precision"}
 
 
