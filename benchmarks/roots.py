@@ -34,7 +34,7 @@ from matplotlib.figure import Figure
 
 import shampoo_optax as so
 from benchmarks.cli import Parser, make_folder, positive_int
-from shampoo_optax._methods import Root
+from shampoo_optax._config import Root
 from shampoo_optax._roots import inverse_roots
 from shampoo_optax._tables import aligned
 

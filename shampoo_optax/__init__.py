@@ -16,6 +16,14 @@ from shampoo_optax._config import Axes, Blocking, Storage
 from shampoo_optax._decay import DecayWeightsState, decay_weights
 from shampoo_optax._describe import Description, describe
 from shampoo_optax._diagnose import Diagnosis, diagnose
+from shampoo_optax._eigen_methods import (
+    CholeskyBasis,
+    Eigendecomposed,
+    Eigh,
+    EighBasis,
+    PseudoInverse,
+    QRBasis,
+)
 from shampoo_optax._graft import GraftState, graft
 from shampoo_optax._groups import (
     BIAS,
@@ -36,17 +44,8 @@ from shampoo_optax._inverse_free import (
 )
 from shampoo_optax._kl import kl_shampoo, scale_by_kl_shampoo
 from shampoo_optax._kl_soap import kl_soap, scale_by_kl_soap
-from shampoo_optax._methods import (
-    CoupledNewton,
-    Eigendecomposed,
-    Eigh,
-    EighBasis,
-    HigherOrderNewton,
-    NewtonDB,
-    PseudoInverse,
-    QRBasis,
-)
 from shampoo_optax._momentum import ScaleByMomentumState, scale_by_momentum
+from shampoo_optax._newton_methods import CoupledNewton, HigherOrderNewton, NewtonDB
 from shampoo_optax._placement import Placement
 from shampoo_optax._plot_placement import plot_placement
 from shampoo_optax._plots import plot_health, plot_spectra
@@ -83,6 +82,7 @@ __all__ = [
     "BIAS",
     "Batch",
     "Blocking",
+    "CholeskyBasis",
     "CoupledNewton",
     "DecayWeightsState",
     "Description",

@@ -7,8 +7,8 @@ from jax.typing import ArrayLike
 
 from shampoo_optax._chain import AliasDecay, descend
 from shampoo_optax._checks import Exponents, Graft, Mask, Period, ScalarOrSchedule
-from shampoo_optax._config import Axes, Blocking, Storage
-from shampoo_optax._methods import Basis, Eigh, EighBasis, Root
+from shampoo_optax._config import Axes, Blocking, Root, Storage
+from shampoo_optax._eigen_methods import Basis, Eigh, EighBasis
 from shampoo_optax._placement import Placement
 from shampoo_optax._shampoo import scale_by_shampoo
 from shampoo_optax._soap import Form, IgnoredAxes, scale_by_soap
@@ -276,8 +276,8 @@ def soap(
         block, `{order: axes}`. Default `None`: none are ignored.
       form: `"official"` or `"paper"`, as in :func:`scale_by_soap`. Default
         `"official"`.
-      basis: how eigenvectors are computed, an :class:`EighBasis` or
-        :class:`QRBasis`. Default `EighBasis()`.
+      basis: how eigenvectors are computed, an :class:`EighBasis`,
+        :class:`QRBasis` or :class:`CholeskyBasis`. Default `EighBasis()`.
       axes: which axes are rotated, an :class:`Axes`; one above `diagonal_above` is
         not, as above `skip_above`. Default `Axes()`: all.
       storage: in what form the state is kept, a :class:`Storage`; bases are never

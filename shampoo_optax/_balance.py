@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shampoo_optax._config import Options
-from shampoo_optax._methods import PseudoInverse
+from shampoo_optax._eigen_methods import PseudoInverse
 from shampoo_optax._powers import eigenvalue_root
 from shampoo_optax._refresh import Derived
 from shampoo_optax._stacks import AxisStacks, per_slot

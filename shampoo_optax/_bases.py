@@ -8,14 +8,20 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from shampoo_optax._config import Options
-from shampoo_optax._eigen import align, sure_eigenbases
+from shampoo_optax._eigen import sure_eigenbases
+from shampoo_optax._eigen_methods import Basis, CholeskyBasis
 from shampoo_optax._factors import apply_axes, statistics_weight
 from shampoo_optax._grafting import accumulate
-from shampoo_optax._methods import Basis
-from shampoo_optax._newton import add_to_diagonal
+from shampoo_optax._orthogonal import align
 from shampoo_optax._powers import condition_numbers, rescaled, unpadded_ridge
 from shampoo_optax._refresh import Batch, Derived, Fresh, Report, refresh
-from shampoo_optax._stacks import AxisStacks, Stacks, cast_like, per_slot
+from shampoo_optax._stacks import (
+    AxisStacks,
+    Stacks,
+    add_to_diagonal,
+    cast_like,
+    per_slot,
+)
 from shampoo_optax._turns import Turns, pick, put, take_turns
 
 
@@ -62,7 +68,8 @@ def refresh_bases(
             batch.padding,
             basis.max_residual,
         )
-        bases, values = align(old, bases, values, least)
+        if not isinstance(basis, CholeskyBasis):  # which keeps places
+            bases, values = align(old, bases, values, least)
         found = {"bases": bases, "eigenvalues": values}
         if "conditions" in batch.derived:
             found["conditions"] = condition_numbers(values, ridge)

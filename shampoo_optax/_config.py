@@ -21,10 +21,12 @@ from shampoo_optax._checks import (
     is_known,
     is_number,
 )
-from shampoo_optax._methods import Eigh, PseudoInverse, Root, check_exponent
+from shampoo_optax._eigen_methods import Eigendecomposed, Eigh, PseudoInverse
+from shampoo_optax._newton_methods import Iteration, check_exponent
 
 Sides = Literal["both", "input", "output"]
 Stored = Literal["float32", "bfloat16", "float64"]
+Root = Eigh | PseudoInverse | Iteration | Eigendecomposed
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,27 @@
 """Eigenvectors of a stack of factors: decomposed, or followed from the old ones."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
-from shampoo_optax._methods import Basis, EighBasis, QRBasis
-from shampoo_optax._newton import add_to_diagonal, largest_row_sum
+from shampoo_optax._cholesky import cholesky, divide_by_transpose
+from shampoo_optax._eigen_methods import Basis, CholeskyBasis, EighBasis, QRBasis
+from shampoo_optax._orthogonal import (
+    Pair,
+    align,
+    diagonals,
+    distance_from_orthogonal,
+    is_diagonal,
+    orthogonal,
+    probe_of,
+    reorder,
+    reorder_both,
+    rotate,
+    settle_padding,
+    with_last,
+)
 from shampoo_optax._retry import widened
-from shampoo_optax._stacks import contract, per_slot, scale_to_one, traces
-
-Pair = tuple[jax.Array, jax.Array]
+from shampoo_optax._slotwise import by_platform, each, where_any, where_needed
+from shampoo_optax._stacks import contract, eye_of, per_slot, scale_to_one
 
 
 def eigenbases(
@@ -35,15 +46,14 @@ def eigenbases(
 
     Returns:
       the eigenvectors `[n, d, d]` in columns; the eigenvalues `[n, d]`, ascending
-      unless an :class:`EighBasis` kept the old vectors, whose order then stays; the
-      residuals `[n]`, 0 for kept vectors, NaN where the matrix is not finite; and
-      how many decompositions there were, int32 `[n]`.
+      unless an :class:`EighBasis` kept the old vectors, whose order then stays, or a
+      :class:`CholeskyBasis` followed them, in their places; the residuals `[n]`, 0 for
+      kept vectors, NaN where the matrix is not finite; and how many decompositions
+      there were, int32 `[n]`.
     """
     scaled, scale = scale_to_one(matrices)
-    if isinstance(basis, QRBasis):
-        found = _followed(scaled, previous, basis, padding)
-    else:
-        found = _decomposed(scaled, previous, basis, padding)
+    find = {EighBasis: _decomposed, QRBasis: _followed, CholeskyBasis: _succeeded}
+    found = find[type(basis)](scaled, previous, basis, padding)
     values, vectors, residuals, iterations = found
     return vectors, values * scale[:, None], residuals, iterations
 
@@ -61,8 +71,8 @@ def checked_eigh(
       eigenvalues `[n, d]` ascending, eigenvectors `[n, d, d]` in columns, and the
       residuals `[n]`, relative to the largest eigenvalue.
     """
-    found = _by_platform(_eigh_one_by_one, _eigh, _with_last(matrices, padding))
-    values, vectors = _settle_padding(*found, matrices, padding)
+    found = by_platform(_eigh_one_by_one, _eigh, with_last(matrices, padding))
+    values, vectors = settle_padding(*found, matrices, padding)
     return values, vectors, _residual(matrices, values, vectors, padding)
 
 
@@ -89,32 +99,6 @@ def sure_eigenbases(
     return widened(compute, matrices.dtype, max_residual)(matrices)
 
 
-def align(
-    previous: jax.Array, bases: jax.Array, values: jax.Array, least: float
-) -> tuple[jax.Array, jax.Array]:
-    r"""Puts columns that are old vectors, up to sign, in the old vectors' places.
-
-    What is kept for each column of a basis, such as second moments, then stays with
-    its vector when eigenvalues change their order. A new column q is an old one p
-    where :math:`|p^\top q|` is at least `least`, which allows for no second one; the
-    other columns fill the places that are left, in their order.
-
-    Args:
-      previous: `[n, d, d]`, the old orthogonal bases.
-      bases: `[n, d, d]`, the new ones.
-      values: `[n, d]`, what belongs to the new columns: eigenvalues.
-      least: above :math:`1 / \sqrt 2`.
-
-    Returns:
-      the new bases and values, in the new order.
-    """
-    same = jnp.abs(contract(previous, bases, "nij,nik->njk")) >= least
-    place, column = (~jnp.any(same, axis=axis) for axis in (2, 1))
-    order = jnp.cumsum(place, axis=1)[:, :, None] == jnp.cumsum(column, axis=1)[:, None]
-    same |= place[:, :, None] & column[:, None] & order
-    return _reorder(bases, values, jnp.argmax(same, axis=2))
-
-
 # ---- eigh
 
 
@@ -128,12 +112,12 @@ def _decomposed(
     if basis.tolerance == 0:
         found = checked_eigh(matrices, padding)
         return *found, jnp.ones(len(matrices), jnp.int32)
-    rotated = _rotated(matrices, previous)
-    needed = ~_is_diagonal(rotated, basis.tolerance)
-    found = _where_needed(
-        _eigh, _with_last(matrices, padding), needed, (_diagonals(rotated), previous)
+    rotated = rotate(matrices, previous)
+    needed = ~is_diagonal(rotated, basis.tolerance)
+    found = where_needed(
+        _eigh, with_last(matrices, padding), needed, (diagonals(rotated), previous)
     )
-    values, vectors = _settle_padding(*found, matrices, padding)
+    values, vectors = settle_padding(*found, matrices, padding)
     residuals = _residual(matrices, values, vectors, padding)
     residuals = jnp.where(needed, residuals, 0)
     return values, vectors, residuals, needed.astype(jnp.int32)
@@ -159,7 +143,7 @@ def _residual(matrices, values, vectors, padding) -> jax.Array:
 
     The larger of the norms of (A - Q Λ Qᵀ) v / λ_max and (I - Q Qᵀ) v.
     """
-    probe = _probe(values, padding)
+    probe = probe_of(values, padding)
     coordinates = contract(vectors, probe, "nij,ni->nj")
     product = contract(matrices, probe, "nij,nj->ni")
     rebuilt = contract(vectors, values * coordinates, "nij,nj->ni")
@@ -167,25 +151,8 @@ def _residual(matrices, values, vectors, padding) -> jax.Array:
     largest = jnp.max(jnp.abs(values), axis=1)
     return jnp.maximum(
         spectral / jnp.where(largest > 0, largest, 1),
-        _distance_from_orthogonal(vectors, probe),
+        distance_from_orthogonal(vectors, probe),
     )
-
-
-def _distance_from_orthogonal(vectors: jax.Array, probe: jax.Array) -> jax.Array:
-    """The norm of (I - Q Qᵀ) v, `[n]`."""
-    coordinates = contract(vectors, probe, "nij,ni->nj")
-    identity = contract(vectors, coordinates, "nij,nj->ni")
-    return jnp.linalg.norm(identity - probe, axis=1)
-
-
-def _probe(values: jax.Array, padding: jax.Array | None) -> jax.Array:
-    """A vector of norm 1 that is 0 on padding, `[n, d]`."""
-    probe = jnp.cos(jnp.arange(1, values.shape[1] + 1, dtype=values.dtype))
-    probe = jnp.broadcast_to(probe, values.shape)
-    if padding is not None:
-        probe = jnp.where(padding, 0, probe)
-    norm = jnp.linalg.norm(probe, axis=1, keepdims=True)
-    return probe / jnp.where(norm > 0, norm, 1)
 
 
 # ---- QR
@@ -201,9 +168,9 @@ def _followed(
     iterate = _iterate_qr if basis.tolerance > 0 else _iterate_untested
     values, vectors, iterations = iterate(matrices, previous, basis)
     order = values if padding is None else jnp.where(padding, jnp.inf, values)
-    vectors, values = _reorder(vectors, values, jnp.argsort(order, axis=1))
-    values, vectors = _settle_padding(values, vectors, matrices, padding)
-    residuals = _distance_from_orthogonal(vectors, _probe(values, padding))
+    vectors, values = reorder(vectors, values, jnp.argsort(order, axis=1))
+    values, vectors = settle_padding(values, vectors, matrices, padding)
+    residuals = distance_from_orthogonal(vectors, probe_of(values, padding))
     return values, vectors, residuals, iterations
 
 
@@ -223,7 +190,7 @@ def _iterate_untested(
         vectors, products, iterations = carry
         multiples = vectors * estimates(vectors, products)[:, None]
         moving = jnp.any(products != multiples, axis=(1, 2))
-        vectors, _ = _where_needed(_qr, products, moving, (vectors, products))
+        vectors, _ = where_needed(_qr, products, moving, (vectors, products))
         products = contract(matrices, vectors, "nij,njk->nik")
         return vectors, products, iterations + moving.astype(jnp.int32)
 
@@ -249,130 +216,109 @@ def _iterate_qr(
 
     def advance(carry):
         rotated, vectors, iterations, running = carry
-        identity = jnp.broadcast_to(_eye(rotated), rotated.shape)
+        identity = jnp.broadcast_to(eye_of(rotated), rotated.shape)
         # A slot that is done is multiplied by the identity, which is exact.
-        turn, rest = _where_needed(_qr, rotated, running, (identity, rotated))
+        turn, rest = where_needed(_qr, rotated, running, (identity, rotated))
         rotated = contract(rest, turn, "nij,njk->nik")
         vectors = contract(vectors, turn, "nij,njk->nik")
         iterations += running.astype(jnp.int32)
         return rotated, vectors, iterations, is_running(rotated, iterations)
 
     def is_running(rotated, iterations):
-        good = _is_diagonal(rotated, basis.tolerance)
+        good = is_diagonal(rotated, basis.tolerance)
         return ~good & (iterations < basis.max_iterations)
 
-    rotated = _rotated(matrices, vectors)
+    rotated = rotate(matrices, vectors)
     iterations = jnp.zeros(len(matrices), jnp.int32)
     start = (rotated, vectors, iterations, is_running(rotated, iterations))
     rotated, vectors, iterations, _ = jax.lax.while_loop(unfinished, advance, start)
     moved = per_slot(iterations > 0, vectors)
-    vectors = jnp.where(moved, _orthogonal(vectors), vectors)
-    return _diagonals(rotated), vectors, iterations
+    vectors = jnp.where(moved, orthogonal(vectors), vectors)
+    return diagonals(rotated), vectors, iterations
 
 
 def _qr(matrices: jax.Array) -> Pair:
     return tuple(jnp.linalg.qr(matrices))
 
 
-def _orthogonal(vectors: jax.Array) -> jax.Array:
-    """Takes away what rounding adds, by one Newton-Schulz step.
-
-    Without it a float32 basis that is followed for ever loses 5e-8 of its
-    orthogonality at every refresh, until the guard refuses all that follow.
-    """
-    gram = contract(vectors, vectors, "nji,njk->nik")
-    return 1.5 * vectors - 0.5 * contract(vectors, gram, "nij,njk->nik")
+# ---- Cholesky
 
 
-# ---- both
-
-
-def _by_platform(cpu: Callable, default: Callable, *arrays):
-    """Calls one of two functions of the arrays, by where the program will run."""
-    if jax.default_backend() == "cpu":
-        return cpu(*arrays)
-    return jax.lax.platform_dependent(*arrays, cpu=cpu, default=default)
-
-
-def _where_needed(
-    decompose: Callable[[jax.Array], Pair],
+def _succeeded(
     matrices: jax.Array,
-    needed: jax.Array,
-    otherwise: Pair,
-) -> Pair:
-    """Decomposes the matrices that need it, `needed` bool `[n]`.
+    previous: jax.Array,
+    basis: CholeskyBasis,
+    padding: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Iterations whose columns stay in the places of those that they come from."""
+    values, vectors, iterations = _iterate_cholesky(matrices, previous, basis)
+    probe = probe_of(values, padding)
+    first = jnp.all(previous == eye_of(previous), axis=(1, 2))
+    distance = distance_from_orthogonal(vectors, probe)
+    needed = first | ~(distance <= basis.max_residual)  # NaN too
 
-    Nothing is decomposed where none does; on CPU, only those that do.
-    """
+    @jax.jit  # by its name operations that are seldom done are not counted
+    def retry(arrays):
+        values, vectors = _eigh(arrays[0])
+        return align(arrays[1], vectors, values, 0.71)[::-1]
 
-    def one(arrays):
-        matrix, wanted, *rest = arrays
-        return jax.lax.cond(wanted, decompose, lambda _: tuple(rest), matrix)
-
-    def one_by_one(*arrays):  # for the reason in `_eigh_one_by_one`
-        return jax.lax.map(one, arrays)
-
-    def together(matrices, wanted, *rest):
-        fresh = jax.lax.cond(
-            jnp.any(wanted), decompose, lambda _: tuple(rest), matrices
-        )
-        return tuple(
-            jnp.where(per_slot(wanted, new), new, old)
-            for new, old in zip(fresh, rest, strict=True)
-        )
-
-    return _by_platform(one_by_one, together, matrices, needed, *otherwise)
-
-
-def _is_diagonal(matrices: jax.Array, tolerance: float) -> jax.Array:
-    """Whether what is off the diagonal has at most this share of the norm, `[n]`.
-
-    It is summed by itself: as the difference of two sums of squares it would drown
-    in rounding below the root of the machine epsilon, 3e-4 in float32.
-    """
-    squares = jnp.square(matrices)
-    off = jnp.sum(squares * (1 - _eye(matrices)), axis=(1, 2))
-    return off <= tolerance**2 * jnp.sum(squares, axis=(1, 2))
-
-
-def _rotated(matrices: jax.Array, bases: jax.Array) -> jax.Array:
-    """Qᵀ A Q."""
-    products = contract(matrices, bases, "nij,njk->nik")
-    return contract(bases, products, "nji,njk->nik")
-
-
-def _reorder(bases: jax.Array, values: jax.Array, order: jax.Array) -> Pair:
-    """The columns, and what belongs to them, in the order `[n, d]`."""
-    columns = jnp.take_along_axis(bases, order[:, None], axis=2)
-    return columns, jnp.take_along_axis(values, order, axis=1)
-
-
-def _with_last(matrices: jax.Array, padding: jax.Array | None) -> jax.Array:
-    """Gives padding eigenvalues above all others, which come last."""
-    if padding is None:
-        return matrices
-    above = 2 * largest_row_sum(matrices)
-    return add_to_diagonal(matrices, jnp.where(padding, above[:, None], 0))
-
-
-def _settle_padding(
-    values: jax.Array, vectors: jax.Array, matrices: jax.Array, padding
-) -> Pair:
-    """Gives padding its unit vectors, and the mean eigenvalue before padding."""
-    if padding is None:
-        return values, vectors
-    inside = jnp.maximum(jnp.sum(~padding, axis=1), 1)
-    mean = traces(matrices) / inside.astype(values.dtype)
-    outside = padding[:, :, None] | padding[:, None]
-    return (
-        jnp.where(padding, mean[:, None], values),
-        jnp.where(outside, _eye(vectors), vectors),
+    arrays = with_last(matrices, padding), previous
+    found = where_any(retry, arrays, needed, (values, vectors))
+    values, vectors = settle_padding(*found, matrices, padding)
+    residuals = jnp.where(
+        needed, _residual(matrices, values, vectors, padding), distance
     )
+    return values, vectors, residuals, iterations
 
 
-def _diagonals(matrices: jax.Array) -> jax.Array:
-    return jnp.sum(matrices * _eye(matrices), axis=2)
+def _iterate_cholesky(
+    matrices: jax.Array, vectors: jax.Array, basis: CholeskyBasis
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The estimates, Q, and the iterations done."""
+
+    def advance(_, carry):
+        vectors, _, iterations = carry
+        rotated = rotate(matrices, vectors)
+        order = jnp.argsort(-diagonals(rotated), axis=1)
+        back = jnp.argsort(order, axis=1)
+        found = turn_all(reorder_both(rotated, order))
+        values, turn = found[0], reorder_both(found[1], back)
+        values = jnp.take_along_axis(values, back, axis=1)
+        vectors = contract(vectors, turn, "nij,njk->nik")
+        return _straightened(vectors), values, iterations + found[2]
+
+    def turn_all(rotated):
+        if basis.tolerance == 0:
+            return *each(_turned_once, rotated), jnp.ones(len(rotated), jnp.int32)
+        still = (diagonals(rotated), jnp.broadcast_to(eye_of(rotated), rotated.shape))
+        moving = ~is_diagonal(rotated, basis.tolerance)
+        found = where_needed(_turned_once, rotated, moving, still)
+        return *found, moving.astype(jnp.int32)
+
+    start = (vectors, diagonals(matrices), jnp.zeros(len(matrices), jnp.int32))
+    vectors, values, iterations = jax.lax.fori_loop(
+        0, basis.max_iterations, advance, start
+    )
+    return values, vectors, iterations
 
 
-def _eye(matrices: jax.Array) -> jax.Array:
-    return jnp.eye(matrices.shape[-1], dtype=matrices.dtype)[None]
+def _turned_once(matrices: jax.Array) -> Pair:
+    """The estimates after an iteration, and the Q of its QR decomposition.
+
+    Args:
+      matrices: `[..., d, d]`, with descending diagonals.
+    """
+    trace = jnp.trace(matrices, axis1=-2, axis2=-1)[..., None]
+    ridge = 16 * jnp.finfo(matrices.dtype).eps * trace
+    first = cholesky(matrices + ridge[..., None] * eye_of(matrices))
+    second = cholesky(contract(first, first, "...ji,...jk->...ik"))
+    values = jnp.sum(jnp.square(second), axis=-2) - ridge
+    return values, divide_by_transpose(first, second)
+
+
+def _straightened(vectors: jax.Array) -> jax.Array:
+    """Takes away what rounding has added, where it is more than 100 roundings."""
+    distance = distance_from_orthogonal(vectors, probe_of(vectors[:, 0], None))
+    bent = distance > 100 * jnp.finfo(vectors.dtype).eps
+    (vectors,) = where_any(lambda x: (orthogonal(x),), vectors, bent, (vectors,))
+    return vectors

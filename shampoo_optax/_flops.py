@@ -14,6 +14,12 @@ EIGH = 28
 # Likewise a QR decomposition, of which CPUs do from 1.4 to 2 in the same time.
 QR = 17
 
+# Likewise a Cholesky decomposition, and in units of m d^2 a triangular system with m
+# rows: from 2.6 and 4.8 on.
+CHOLESKY, TRIANGULAR = 3, 5
+
+DECOMPOSITIONS = {"eigh": EIGH, "qr": QR, "cholesky": CHOLESKY}
+
 # Likewise a thin singular value decomposition of [m, n], in units of m n min(m, n): on
 # CPU 31 to 55 by shape, where an eigendecomposition takes 24 to 43.
 SVD = 48
@@ -38,8 +44,9 @@ class Flops:
       entrywise: of all else, at every step; one for each number that is computed.
       refresh: what a refresh adds, without what follows and without second attempts at
         what has failed; of a loop that runs until it has converged, one turn.
-      decompositions: of the eigendecompositions of a refresh, 28 d^3 each, and of the
-        QR decompositions, 17 d^3 each.
+      decompositions: of the eigendecompositions of a refresh, 28 d^3 each, of the QR
+        decompositions, 17 d^3, of the Cholesky decompositions, 3 d^3, and of the
+        triangular systems with m rows, 5 m d^2.
     """
 
     products: int = 0
@@ -131,7 +138,9 @@ def _count_primitive(name: str, eqn: Any) -> Flops:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         depth = math.prod(given.shape[axis] for axis in contracted)
         return Flops(products=2 * result.size * depth)
-    if name in ("eigh", "qr", "svd"):
+    if name == "triangular_solve":
+        return Flops(decompositions=TRIANGULAR * result.size * given.shape[-1])
+    if name in ("svd", *DECOMPOSITIONS):
         return _count_decomposition(name, given.shape)
     reduces = name.startswith("reduce_") and name != "reduce_precision"
     return Flops(entrywise=given.size if reduces else result.size)
@@ -141,4 +150,4 @@ def _count_decomposition(name: str, shape: tuple[int, ...]) -> Flops:
     size = math.prod(shape) * min(shape[-2:])
     if name == "svd":
         return Flops(products=SVD * size)
-    return Flops(decompositions=(QR if name == "qr" else EIGH) * size)
+    return Flops(decompositions=DECOMPOSITIONS[name] * size)

@@ -5,8 +5,8 @@ from jax.typing import ArrayLike
 
 from shampoo_optax._chain import AliasDecay, descend
 from shampoo_optax._checks import Exponents, Graft, Mask, Period, ScalarOrSchedule
-from shampoo_optax._config import Axes, Blocking, Options, Storage
-from shampoo_optax._methods import Eigh, Root
+from shampoo_optax._config import Axes, Blocking, Options, Root, Storage
+from shampoo_optax._eigen_methods import Eigh
 from shampoo_optax._placement import Placement
 from shampoo_optax._shampoo import shampoo_transform
 

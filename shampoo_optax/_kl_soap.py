@@ -16,7 +16,13 @@ from shampoo_optax._checks import (
     check_exponents,
 )
 from shampoo_optax._config import Axes, Blocking, Options, Storage
-from shampoo_optax._methods import Basis, Eigendecomposed, Eigh, EighBasis, check_basis
+from shampoo_optax._eigen_methods import (
+    Basis,
+    Eigendecomposed,
+    Eigh,
+    EighBasis,
+    check_basis,
+)
 from shampoo_optax._placement import Placement
 from shampoo_optax._soap import (
     Form,
@@ -116,8 +122,8 @@ def scale_by_kl_soap(
       ignored_axes: axes that are not rotated and have no factor, by the order of a
         block, `{order: axes}`. Default `None`: none are ignored.
       form: `"official"` or `"paper"`, as in :func:`scale_by_soap`. Default `"paper"`.
-      basis: how eigenvectors are computed, an :class:`EighBasis` or
-        :class:`QRBasis`. Default `EighBasis()`.
+      basis: how eigenvectors are computed, an :class:`EighBasis`,
+        :class:`QRBasis` or :class:`CholeskyBasis`. Default `EighBasis()`.
       axes: which axes are rotated, an :class:`Axes`; one above `diagonal_above` is
         not, as above `skip_above`. Default `Axes()`: all.
       storage: in what form the state is kept, a :class:`Storage`; bases are never
@@ -294,8 +300,8 @@ def kl_soap(
       ignored_axes: axes that are not rotated and have no factor, by the order of a
         block, `{order: axes}`. Default `None`: none are ignored.
       form: `"official"` or `"paper"`, as in :func:`scale_by_soap`. Default `"paper"`.
-      basis: how eigenvectors are computed, an :class:`EighBasis` or
-        :class:`QRBasis`. Default `EighBasis()`.
+      basis: how eigenvectors are computed, an :class:`EighBasis`,
+        :class:`QRBasis` or :class:`CholeskyBasis`. Default `EighBasis()`.
       axes: which axes are rotated, an :class:`Axes`; one above `diagonal_above` is
         not, as above `skip_above`. Default `Axes()`: all.
       storage: in what form the state is kept, momentum included, a :class:`Storage`.

@@ -6,14 +6,18 @@ import jax
 import jax.numpy as jnp
 
 from shampoo_optax._checks import Precision
-from shampoo_optax._methods import (
+from shampoo_optax._newton_methods import (
     CoupledNewton,
     HigherOrderNewton,
     Iteration,
     NewtonDB,
     fraction_of,
 )
-from shampoo_optax._stacks import contract, traces
+from shampoo_optax._stacks import (
+    contract,
+    eye_of,
+    traces,
+)
 
 _GROWTH = 1.2  # an error that grows by more than this has passed its minimum
 _STALLED = 1e-3  # an error that stands still below this is at its minimum
@@ -21,16 +25,6 @@ _NOISY = 0.1  # below this, one that does not fall at a lower precision is noise
 _PROBES = 4  # vectors of a power iteration, of which some may miss what is sought
 
 State = tuple[jax.Array, ...]  # the last matrix goes to the identity
-
-
-def add_to_diagonal(matrices: jax.Array, values: jax.Array) -> jax.Array:
-    """Adds `[n]` or `[n, d]` to the diagonals of `[n, d, d]`."""
-    return matrices + values.reshape(len(values), -1, 1) * _eye(matrices)
-
-
-def largest_row_sum(matrices: jax.Array) -> jax.Array:
-    """The norm that bounds the largest eigenvalue from above, `[n]`."""
-    return jnp.max(jnp.sum(jnp.abs(matrices), axis=2), axis=1)
 
 
 def iterate_roots(
@@ -78,7 +72,7 @@ def _coupled_roots(
     power series of M^(-1/p) about the identity, to which M goes.
     """
     precision = root.precision
-    eye, scale = _eye(matrices), _scale(matrices, power, root)[:, None, None]
+    eye, scale = eye_of(matrices), _scale(matrices, power, root)[:, None, None]
     order = root.order if isinstance(root, HigherOrderNewton) else 2
     series = _series(power, order)
 
@@ -128,7 +122,7 @@ def _halved_roots(
     Each turn multiplies Y and Z by (3 I - Z Y) / 2; Z Y goes to the identity. With
     the factors in another order rounding errors grow.
     """
-    eye, precision = _eye(matrices), root.precision
+    eye, precision = eye_of(matrices), root.precision
 
     def turn(state: State, first: jax.Array) -> State:
         square, inverse, products = state
@@ -191,7 +185,7 @@ def _horner(
     matrices: jax.Array, coefficients: list[float], precision: Precision
 ) -> jax.Array:
     """The polynomial with these coefficients, the constant first."""
-    eye = _eye(matrices)
+    eye = eye_of(matrices)
     value = coefficients[-1] * matrices + coefficients[-2] * eye
     for coefficient in coefficients[-3::-1]:
         value = _product(value, matrices, precision) + coefficient * eye
@@ -259,15 +253,11 @@ def _power(
     return _product(result, matrices, precision) if exponent % 2 else result
 
 
-def _eye(matrices: jax.Array) -> jax.Array:
-    return jnp.eye(matrices.shape[-1], dtype=matrices.dtype)[None]
-
-
 def _largest_entry(matrices: jax.Array) -> jax.Array:
     """The largest entry of |M - I|, `[n]`."""
-    return jnp.max(jnp.abs(matrices - _eye(matrices)), axis=(1, 2))
+    return jnp.max(jnp.abs(matrices - eye_of(matrices)), axis=(1, 2))
 
 
 def _frobenius(matrices: jax.Array) -> jax.Array:
     """The Frobenius norm of M - I, `[n]`."""
-    return jnp.sqrt(jnp.sum(jnp.square(matrices - _eye(matrices)), axis=(1, 2)))
+    return jnp.sqrt(jnp.sum(jnp.square(matrices - eye_of(matrices)), axis=(1, 2)))

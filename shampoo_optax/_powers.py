@@ -5,14 +5,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from shampoo_optax._checks import is_static
-from shampoo_optax._config import Options
-from shampoo_optax._methods import (
-    Eigendecomposed,
-    Eigh,
-    Iteration,
-    PseudoInverse,
-    Root,
-)
+from shampoo_optax._config import Options, Root
+from shampoo_optax._eigen_methods import Eigendecomposed, Eigh, PseudoInverse
+from shampoo_optax._newton_methods import Iteration
 from shampoo_optax._stacks import per_slot, scale_to_one, traces
 
 

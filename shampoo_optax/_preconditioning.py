@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from shampoo_optax._config import Options
+from shampoo_optax._eigen_methods import Eigendecomposed
 from shampoo_optax._factors import apply_axes
-from shampoo_optax._methods import Eigendecomposed
 from shampoo_optax._powers import added_before, diagonal_powers
 from shampoo_optax._refresh import Derived
 from shampoo_optax._stacks import AxisStacks, Stacks

@@ -9,23 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from shampoo_optax._config import Options
+from shampoo_optax._config import Options, Root
 from shampoo_optax._eigen import checked_eigh, sure_eigenbases
-from shampoo_optax._methods import (
-    CoupledNewton,
-    Eigendecomposed,
-    Eigh,
-    HigherOrderNewton,
-    Iteration,
-    PseudoInverse,
-    Root,
-)
-from shampoo_optax._newton import (
-    add_to_diagonal,
-    iterate_roots,
-    largest_eigenvalue,
-    largest_row_sum,
-)
+from shampoo_optax._eigen_methods import Eigendecomposed, Eigh, PseudoInverse
+from shampoo_optax._newton import iterate_roots, largest_eigenvalue
+from shampoo_optax._newton_methods import CoupledNewton, HigherOrderNewton, Iteration
 from shampoo_optax._powers import (
     added_before,
     condition_numbers,
@@ -40,7 +28,9 @@ from shampoo_optax._refresh import Batch, Derived, Fresh, Report, refresh
 from shampoo_optax._retry import retried, widened
 from shampoo_optax._stacks import (
     AxisStacks,
+    add_to_diagonal,
     contract,
+    largest_row_sum,
     per_slot,
     scale_to_one,
     traces,

@@ -10,7 +10,8 @@ from jax.typing import ArrayLike
 
 from shampoo_optax._balance import balance_of, balanced, balanced_fields
 from shampoo_optax._checks import Exponents, Graft, Period
-from shampoo_optax._config import Axes, Blocking, Options, Storage
+from shampoo_optax._config import Axes, Blocking, Options, Root, Storage
+from shampoo_optax._eigen_methods import Eigendecomposed, Eigh
 from shampoo_optax._factors import (
     factored_axes,
     factored_memory,
@@ -19,7 +20,6 @@ from shampoo_optax._factors import (
     statistics_correction,
     unit_eigenvalues,
 )
-from shampoo_optax._methods import Eigendecomposed, Eigh, Root
 from shampoo_optax._metrics import Metrics
 from shampoo_optax._periods import statistics_count
 from shampoo_optax._placement import Placement

@@ -25,6 +25,7 @@ from shampoo_optax._checks import (
     check_integer,
 )
 from shampoo_optax._config import Axes, Blocking, Options, Storage
+from shampoo_optax._eigen_methods import Basis, EighBasis, check_basis
 from shampoo_optax._factors import (
     Whiten,
     apply_axes,
@@ -34,7 +35,6 @@ from shampoo_optax._factors import (
     unit_eigenvalues,
 )
 from shampoo_optax._grafting import keeps_filtered, zero_blocks
-from shampoo_optax._methods import Basis, EighBasis, check_basis
 from shampoo_optax._metrics import Metrics
 from shampoo_optax._periods import statistics_count
 from shampoo_optax._placement import Placement
@@ -316,8 +316,8 @@ def scale_by_soap(
     its sign, takes the old one's place, so that no moment is left behind where
     eigenvalues only change their order. It counts as an old one from a |cos| of 0.71
     on, or of 0.99999 in the official form, which follows the order of the official
-    package wherever columns turn. Precision, guards and absent gradients are those of
-    :func:`scale_by_shampoo`.
+    package wherever columns turn; a :class:`CholeskyBasis` leaves all in their places.
+    Precision, guards and absent gradients are those of :func:`scale_by_shampoo`.
 
     Where gradients have entries that stay 0 for long, a turned basis may divide an
     average by a moment that has seen nothing; of a gradient of rank one the rounding,
@@ -373,8 +373,8 @@ def scale_by_soap(
       ignored_axes: axes that are not rotated and have no factor, by the order of a
         block, `{order: axes}`. Default `None`: none are ignored.
       form: `"official"` or `"paper"`. Default `"official"`.
-      basis: how eigenvectors are computed, an :class:`EighBasis` or
-        :class:`QRBasis`. Default `EighBasis()`.
+      basis: how eigenvectors are computed, an :class:`EighBasis`,
+        :class:`QRBasis` or :class:`CholeskyBasis`. Default `EighBasis()`.
       axes: which axes are rotated, an :class:`Axes`; one above `diagonal_above` is
         not, as above `skip_above`. Default `Axes()`: all.
       storage: in what form the state is kept, a :class:`Storage`; bases are never

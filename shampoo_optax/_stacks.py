@@ -241,3 +241,18 @@ def contract(
 ) -> jax.Array:
     """An einsum at the highest precision, or another, not the process-wide default."""
     return jnp.einsum(subscripts, left, right, precision=precision)
+
+
+def add_to_diagonal(matrices: jax.Array, values: jax.Array) -> jax.Array:
+    """Adds `[n]` or `[n, d]` to the diagonals of `[n, d, d]`."""
+    return matrices + values.reshape(len(values), -1, 1) * eye_of(matrices)
+
+
+def largest_row_sum(matrices: jax.Array) -> jax.Array:
+    """The norm that bounds the largest eigenvalue from above, `[n]`."""
+    return jnp.max(jnp.sum(jnp.abs(matrices), axis=2), axis=1)
+
+
+def eye_of(matrices: jax.Array) -> jax.Array:
+    eye = jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
+    return jnp.expand_dims(eye, tuple(range(matrices.ndim - 2)))

@@ -267,6 +267,11 @@ METHODS = {
     "eigendecomposed, QR": of_shampoo(
         root=so.Eigendecomposed(QR), no_sense={}, **EIGENDECOMPOSED
     ),
+    "eigendecomposed, Cholesky": of_shampoo(
+        root=so.Eigendecomposed(so.CholeskyBasis(100, 1e-5)),
+        no_sense={},
+        **EIGENDECOMPOSED,
+    ),
     # Shampoo, by its factors
     "packed": of_shampoo(storage=so.Storage(packed=True)),
     "packed bfloat16 roots": of_shampoo(
@@ -295,6 +300,8 @@ METHODS = {
     "SOAP": of_soap(basis=so.EighBasis()),
     "SOAP, tolerance": of_soap(basis=so.EighBasis(0.1)),
     "SOAP, QR": of_soap(basis=FEW_QR, scales=POWERS),
+    "SOAP, Cholesky": of_soap(basis=so.CholeskyBasis(5), scales=POWERS),
+    "SOAP, paper, Cholesky": of_soap(form="paper", basis=so.CholeskyBasis(), **PAPER),
     "SOAP, paper": of_soap(form="paper", **PAPER),
     "KL-SOAP": of_kl_soap(**PAPER),
     "KL-SOAP, official, QR": of_kl_soap(form="official", basis=FEW_QR, scales=POWERS),

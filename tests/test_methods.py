@@ -19,7 +19,7 @@ import pytest
 from methods import CASES, HOLDS, METHODS, numbers_of, weight_of
 
 import shampoo_optax as so
-from shampoo_optax import _methods, _polar
+from shampoo_optax import _config, _eigen_methods, _polar
 from shampoo_optax._storage import load
 
 SHAPES = {f"pair{k}": (2, 2) for k in range(4)}
@@ -397,7 +397,7 @@ def test_every_direction_is_in_the_table():
 
 
 def test_every_record_of_a_method_is_in_the_table():
-    unions = _methods.Root, _methods.Basis, _polar.Polar
+    unions = _config.Root, _eigen_methods.Basis, _polar.Polar
     kinds = {kind for union in unions for kind in typing.get_args(union)}
     assert {so.Eigh, so.QRBasis, so.Svd} < kinds
     assert kinds <= {type(record) for *_, records in DESCRIBED for record in records}

@@ -1,0 +1,65 @@
+"""Calls on slots of a stack: one by one on CPU, and only where they are needed."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from shampoo_optax._stacks import per_slot
+
+
+def by_platform(cpu: Callable, default: Callable, *arrays):
+    """Calls one of two functions of the arrays, by where the program will run."""
+    if jax.default_backend() == "cpu":
+        return cpu(*arrays)
+    return jax.lax.platform_dependent(*arrays, cpu=cpu, default=default)
+
+
+def each(function: Callable, matrices: jax.Array) -> tuple[jax.Array, ...]:
+    """Calls a function of a matrix or a stack, on CPU for one slot after another."""
+    return by_platform(lambda x: jax.lax.map(function, x), function, matrices)
+
+
+def where_any(
+    decompose: Callable[..., tuple[jax.Array, ...]],
+    matrices: jax.Array | tuple[jax.Array, ...],
+    needed: jax.Array,
+    otherwise: tuple[jax.Array, ...],
+) -> tuple[jax.Array, ...]:
+    """As :func:`where_needed`, where it seldom is: else nothing is copied."""
+    return jax.lax.cond(
+        jnp.any(needed),
+        lambda arrays: where_needed(decompose, *arrays),
+        lambda arrays: arrays[2],
+        (matrices, needed, otherwise),
+    )
+
+
+def where_needed(
+    decompose: Callable[..., tuple[jax.Array, ...]],
+    matrices: jax.Array | tuple[jax.Array, ...],
+    needed: jax.Array,
+    otherwise: tuple[jax.Array, ...],
+) -> tuple[jax.Array, ...]:
+    """Decomposes the matrices that need it, `needed` bool `[n]`.
+
+    Nothing is decomposed where none does; on CPU, only those that do.
+    """
+
+    def one(arrays):
+        matrix, wanted, *rest = arrays
+        return jax.lax.cond(wanted, decompose, lambda _: tuple(rest), matrix)
+
+    def one_by_one(*arrays):  # for the reason in `_eigh_one_by_one`
+        return jax.lax.map(one, arrays)
+
+    def together(matrices, wanted, *rest):
+        fresh = jax.lax.cond(
+            jnp.any(wanted), decompose, lambda _: tuple(rest), matrices
+        )
+        return tuple(
+            jnp.where(per_slot(wanted, new), new, old)
+            for new, old in zip(fresh, rest, strict=True)
+        )
+
+    return by_platform(one_by_one, together, matrices, needed, *otherwise)
