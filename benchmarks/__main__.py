@@ -37,7 +37,8 @@ refresh: medians of the steps without and with, of staggered ones the median of 
 of the slowest of the ten; bytes each: of the state, for each parameter. Peers are as
 their packages have them, with this period and this block size where they have one. In
 the group of Muon all kernels are matrices, and vectors and tables of a vocabulary go to
-AdamW.
+AdamW. In the plain group nothing has a factor: AdamW for each group of the rules, and
+Shampoo's grafting alone.
 """
 
 

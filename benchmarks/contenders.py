@@ -105,6 +105,12 @@ def on_matrices(inner: optax.GradientTransformation) -> optax.GradientTransforma
     return optax.partition(transforms, lambda params: jax.tree.map(label, params))
 
 
+def _by_rules(block_size: int) -> optax.GradientTransformation:
+    """AdamW for every group of the rules, as all but matrices are given to it."""
+    labels = {rule.label for rule in so.RULES} | {"matrix"}
+    return optax.partition(dict.fromkeys(labels, _adamw()), so.label_by(*so.RULES))
+
+
 def muon(block_size: int, b: float = 0.95) -> optax.GradientTransformation:
     """The README's recipe, whose updates are those of `optax.contrib.muon`."""
 
@@ -180,6 +186,16 @@ GROUPS = {
         rivals=tuple(
             (f"soap{kind}", "SOAP_JAX") for kind in ("", ", as theirs", ", lean")
         ),
+    ),
+    "plain": Group(
+        _BASE
+        | {
+            "adamw, by rules": Contender(_by_rules, ALIKE, warm_up=1),
+            "left to grafting": Contender(
+                _ours(so.shampoo, axes=so.Axes(min_order=9)), ALIKE
+            ),
+        },
+        rivals=(("adamw, by rules", BASE), ("left to grafting", BASE)),
     ),
     "muon": Group(
         _BASE

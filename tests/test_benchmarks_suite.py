@@ -104,7 +104,7 @@ def test_the_muon_recipe_moves_as_optax_does():
 
 
 def test_the_suite_writes_tables_numbers_and_figures(tmp_path, capsys):
-    arguments = ["--small", "--rounds", "2", "--groups", "lean", "muon"]
+    arguments = ["--small", "--rounds", "2", "--groups", "lean", "plain", "muon"]
     command.main([*arguments, "--out", str(tmp_path)])
     text = (tmp_path / "small.md").read_text()
     assert capsys.readouterr().out.strip() in text
@@ -112,7 +112,7 @@ def test_the_suite_writes_tables_numbers_and_figures(tmp_path, capsys):
     groups = json.loads((tmp_path / "small.json").read_text())["groups"]
     rows = {row["name"]: row for found in groups.values() for row in found["rows"]}
     names = [BASE, "shampoo, lean", "shampoo, lean, packed"]
-    names += ["muon", "optax.contrib.muon"]
+    names += ["adamw, by rules", "left to grafting", "muon", "optax.contrib.muon"]
     assert list(rows) == names
     assert rows[BASE]["ratio"] == 1 and "1.00x" in text
     assert len(rows["shampoo, lean"]["steps"]) == 2 * len(contenders.LEAN_WEIGHTS)
@@ -121,6 +121,7 @@ def test_the_suite_writes_tables_numbers_and_figures(tmp_path, capsys):
         assert row["lines"] > 100 and row["compilation"] > 0 and row["largest"] >= 1
     # Two averages and counters; Muon has one of matrices, its adamw two of the vectors.
     assert 8 < rows[BASE]["bytes_each"] < 8.1
+    assert 8 < rows["adamw, by rules"]["bytes_each"] < 8.3
     assert 4 < rows["muon"]["bytes_each"] < 4.5
     (pair,) = groups["muon"]["rivals"]
     assert pair[:2] == ["muon", "optax.contrib.muon"] and pair[2] > 0
