@@ -23,13 +23,20 @@ def cholesky(matrices: jax.Array) -> jax.Array:
     below = divide_by_transpose(matrices[..., half:, :half], first)
     products = contract(below, below, "...ij,...kj->...ik")
     last = cholesky(matrices[..., half:, half:] - products)
-    above = jnp.zeros_like(jnp.swapaxes(below, -1, -2))
-    return jnp.concatenate(
-        [
-            jnp.concatenate([first, above], axis=-1),
-            jnp.concatenate([below, last], axis=-1),
-        ],
-        axis=-2,
+    return _lower(first, below, last)
+
+
+def gram_of_lower(lower: jax.Array) -> jax.Array:
+    """LᵀL of a lower triangular L, `[..., d, d]`, right up to its diagonal."""
+    side = lower.shape[-1]
+    if side <= _LEAF:
+        return contract(lower, lower, "...ji,...jk->...ik")
+    half = side // 2
+    below, last = lower[..., half:, :half], lower[..., half:, half:]
+    first = gram_of_lower(lower[..., :half, :half])
+    first += contract(below, below, "...ji,...jk->...ik")
+    return _lower(
+        first, contract(last, below, "...ji,...jk->...ik"), gram_of_lower(last)
     )
 
 
@@ -46,3 +53,10 @@ def divide_by_transpose(matrices: jax.Array, lower: jax.Array) -> jax.Array:
     rest = matrices[..., half:] - products
     last = divide_by_transpose(rest, lower[..., half:, half:])
     return jnp.concatenate([first, last], axis=-1)
+
+
+def _lower(first: jax.Array, below: jax.Array, last: jax.Array) -> jax.Array:
+    """A matrix of three blocks, and zeros above them."""
+    above = jnp.zeros_like(jnp.swapaxes(below, -1, -2))
+    upper = jnp.concatenate([first, above], axis=-1)
+    return jnp.concatenate([upper, jnp.concatenate([below, last], axis=-1)], axis=-2)

@@ -1,9 +1,11 @@
 """Eigenvectors of a stack of factors: decomposed, or followed from the old ones."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
-from shampoo_optax._cholesky import cholesky, divide_by_transpose
+from shampoo_optax._cholesky import cholesky, divide_by_transpose, gram_of_lower
 from shampoo_optax._eigen_methods import Basis, CholeskyBasis, EighBasis, QRBasis
 from shampoo_optax._orthogonal import (
     Pair,
@@ -20,7 +22,7 @@ from shampoo_optax._orthogonal import (
     with_last,
 )
 from shampoo_optax._retry import widened
-from shampoo_optax._slotwise import by_platform, each, where_any, where_needed
+from shampoo_optax._slotwise import by_platform, each, where_needed
 from shampoo_optax._stacks import contract, eye_of, per_slot, scale_to_one
 
 
@@ -251,33 +253,68 @@ def _succeeded(
     padding: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Iterations whose columns stay in the places of those that they come from."""
-    values, vectors, iterations = _iterate_cholesky(matrices, previous, basis)
-    probe = probe_of(values, padding)
+    iterate = partial(_iterate_cholesky, basis)
+
+    def one(slot):
+        return tuple(found[0] for found in iterate(*(array[None] for array in slot)))
+
+    def one_by_one(*arrays):  # which then stay in the cache
+        return jax.lax.map(one, arrays)
+
+    found = by_platform(one_by_one, iterate, matrices, previous)
+    values, vectors, iterations = found
+    values, vectors = settle_padding(values, vectors, matrices, padding)
+    vectors, residuals = _straightened(vectors, probe_of(values, padding))
     first = jnp.all(previous == eye_of(previous), axis=(1, 2))
-    distance = distance_from_orthogonal(vectors, probe)
-    needed = first | ~(distance <= basis.max_residual)  # NaN too
+    needed = first | ~(residuals <= basis.max_residual)  # NaN too
 
     @jax.jit  # by its name operations that are seldom done are not counted
-    def retry(arrays):
-        values, vectors = _eigh(arrays[0])
-        return align(arrays[1], vectors, values, 0.71)[::-1]
+    def retry(found):
+        *pair, residuals = found
+        arrays = with_last(matrices, padding), previous
+        pair = where_needed(_decomposed_in_place, arrays, needed, tuple(pair))
+        values, vectors = settle_padding(*pair, matrices, padding)
+        fresh = _residual(matrices, values, vectors, padding)
+        return values, vectors, jnp.where(needed, fresh, residuals)
 
-    arrays = with_last(matrices, padding), previous
-    found = where_any(retry, arrays, needed, (values, vectors))
-    values, vectors = settle_padding(*found, matrices, padding)
-    residuals = jnp.where(
-        needed, _residual(matrices, values, vectors, padding), distance
-    )
-    return values, vectors, residuals, iterations
+    found = values, vectors, residuals
+    return *jax.lax.cond(jnp.any(needed), retry, tuple, found), iterations
+
+
+def _decomposed_in_place(arrays: tuple[jax.Array, jax.Array]) -> Pair:
+    """Eigenvectors of a matrix, in the places of the old ones that they are."""
+    matrices, previous = arrays
+    values, vectors = _eigh(matrices)
+    return align(previous, vectors, values, 0.71)[::-1]
+
+
+def _straightened(vectors: jax.Array, probe: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Takes away what rounding has added, where it is more than 100 roundings.
+
+    Args:
+      vectors: `[n, d, d]`.
+      probe: `[n, d]`.
+
+    Returns:
+      the vectors and their distance from orthogonal, `[n]`.
+    """
+    distance = distance_from_orthogonal(vectors, probe)
+    bent = distance > 100 * jnp.finfo(vectors.dtype).eps
+
+    def straighten(held):
+        straight = (jnp.where(per_slot(bent, held[0]), orthogonal(held[0]), held[0]),)
+        return *straight, distance_from_orthogonal(*straight, probe)
+
+    return jax.lax.cond(jnp.any(bent), straighten, tuple, (vectors, distance))
 
 
 def _iterate_cholesky(
-    matrices: jax.Array, vectors: jax.Array, basis: CholeskyBasis
+    basis: CholeskyBasis, matrices: jax.Array, vectors: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The estimates, Q, and the iterations done."""
 
     def advance(_, carry):
-        vectors, _, iterations = carry
+        _, vectors, iterations = carry
         rotated = rotate(matrices, vectors)
         order = jnp.argsort(-diagonals(rotated), axis=1)
         back = jnp.argsort(order, axis=1)
@@ -285,7 +322,7 @@ def _iterate_cholesky(
         values, turn = found[0], reorder_both(found[1], back)
         values = jnp.take_along_axis(values, back, axis=1)
         vectors = contract(vectors, turn, "nij,njk->nik")
-        return _straightened(vectors), values, iterations + found[2]
+        return values, vectors, iterations + found[2]
 
     def turn_all(rotated):
         if basis.tolerance == 0:
@@ -295,11 +332,8 @@ def _iterate_cholesky(
         found = where_needed(_turned_once, rotated, moving, still)
         return *found, moving.astype(jnp.int32)
 
-    start = (vectors, diagonals(matrices), jnp.zeros(len(matrices), jnp.int32))
-    vectors, values, iterations = jax.lax.fori_loop(
-        0, basis.max_iterations, advance, start
-    )
-    return values, vectors, iterations
+    start = (diagonals(matrices), vectors, jnp.zeros(len(matrices), jnp.int32))
+    return jax.lax.fori_loop(0, basis.max_iterations, advance, start)
 
 
 def _turned_once(matrices: jax.Array) -> Pair:
@@ -309,16 +343,9 @@ def _turned_once(matrices: jax.Array) -> Pair:
       matrices: `[..., d, d]`, with descending diagonals.
     """
     trace = jnp.trace(matrices, axis1=-2, axis2=-1)[..., None]
-    ridge = 16 * jnp.finfo(matrices.dtype).eps * trace
+    # Of zeros, which a dead layer has, all vectors stay.
+    ridge = 16 * jnp.finfo(matrices.dtype).eps * jnp.where(trace > 0, trace, 1)
     first = cholesky(matrices + ridge[..., None] * eye_of(matrices))
-    second = cholesky(contract(first, first, "...ji,...jk->...ik"))
+    second = cholesky(gram_of_lower(first))
     values = jnp.sum(jnp.square(second), axis=-2) - ridge
     return values, divide_by_transpose(first, second)
-
-
-def _straightened(vectors: jax.Array) -> jax.Array:
-    """Takes away what rounding has added, where it is more than 100 roundings."""
-    distance = distance_from_orthogonal(vectors, probe_of(vectors[:, 0], None))
-    bent = distance > 100 * jnp.finfo(vectors.dtype).eps
-    (vectors,) = where_any(lambda x: (orthogonal(x),), vectors, bent, (vectors,))
-    return vectors

@@ -20,21 +20,6 @@ def each(function: Callable, matrices: jax.Array) -> tuple[jax.Array, ...]:
     return by_platform(lambda x: jax.lax.map(function, x), function, matrices)
 
 
-def where_any(
-    decompose: Callable[..., tuple[jax.Array, ...]],
-    matrices: jax.Array | tuple[jax.Array, ...],
-    needed: jax.Array,
-    otherwise: tuple[jax.Array, ...],
-) -> tuple[jax.Array, ...]:
-    """As :func:`where_needed`, where it seldom is: else nothing is copied."""
-    return jax.lax.cond(
-        jnp.any(needed),
-        lambda arrays: where_needed(decompose, *arrays),
-        lambda arrays: arrays[2],
-        (matrices, needed, otherwise),
-    )
-
-
 def where_needed(
     decompose: Callable[..., tuple[jax.Array, ...]],
     matrices: jax.Array | tuple[jax.Array, ...],
