@@ -60,7 +60,9 @@ def filter_gradient(
     used, kept = {}, {}
     for name, block in blocks.items():
         old = filtered[name]
-        average = mixed = _average(old, block, options.b1)
+        average = _average(old, block, options.b1)
+        average = jnp.where(per_slot(usable[name], old), average, old)
+        kept[name] = mixed = average
         missing = _power(options.b1, count)
         if options.b3 is not None:
             b3 = jnp.where(options.b1 == 0, 0, options.b3)
@@ -69,7 +71,6 @@ def filter_gradient(
         if options.bias_correction:
             mixed = _divide(mixed, 1 - missing)
         used[name] = mixed
-        kept[name] = jnp.where(per_slot(usable[name], old), average, old)
     return used, kept
 
 
@@ -98,12 +99,14 @@ def accumulate(
 ) -> jax.Array:
     """`decay * moment + weight * block**2` in usable slots, `[n, *block]`.
 
-    Sums are held below the largest number of the dtype, so that they stay finite.
+    Sums are held below the largest number of the dtype, so that they stay finite. The
+    selection comes last: XLA computes cheaper ends once more for each use, from the old
+    moments, which it then has to copy before they are replaced in place.
     """
-    keep = jnp.where(usable, jnp.asarray(decay, moment.dtype), 1)
     square = jnp.asarray(weight, moment.dtype) * jnp.square(block)
-    total = per_slot(keep, moment) * moment + square
-    return jnp.minimum(total, jnp.finfo(moment.dtype).max)
+    total = jnp.asarray(decay, moment.dtype) * moment + square
+    total = jnp.minimum(total, jnp.finfo(moment.dtype).max)
+    return jnp.where(per_slot(usable, moment), total, moment)
 
 
 def update_moments(

@@ -130,7 +130,7 @@ class Inputs(NamedTuple):
 
 # The entries of a bundle: joining saves operations, which counts for small stacks, and
 # copies numbers, which counts for large ones.
-BUNDLE = 2**22
+BUNDLE = 2**18
 
 
 def bundles(stacks: Stacks) -> dict[str, list[str]]:
