@@ -126,7 +126,9 @@ def _decomposed(
 
 
 def _eigh(matrices: jax.Array) -> Pair:
-    return tuple(jnp.linalg.eigh(matrices, symmetrize_input=False))
+    # LAPACK has columns side by side where XLA has rows: a transpose needs no copy.
+    transposed = jnp.swapaxes(matrices, -1, -2)
+    return tuple(jnp.linalg.eigh(transposed, symmetrize_input=False))
 
 
 @jax.jit
@@ -137,7 +139,13 @@ def _eigh_one_by_one(matrices: jax.Array) -> Pair:
     many of them at once as the pool has threads, one a side or one a simulated
     device, wait for each other for ever. A batched QR does so too.
     """
-    return jax.lax.map(_eigh, matrices)
+
+    def one(matrix: jax.Array) -> Pair:
+        values, vectors = _eigh(matrix)
+        return values, vectors.T
+
+    values, rows = jax.lax.map(one, matrices)
+    return values, jnp.swapaxes(rows, 1, 2)
 
 
 def _residual(matrices, values, vectors, padding) -> jax.Array:

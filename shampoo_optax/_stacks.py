@@ -129,8 +129,8 @@ class Inputs(NamedTuple):
 
 
 # The entries of a bundle: joining saves operations, which counts for small stacks, and
-# copies numbers, which counts for large ones.
-BUNDLE = 2**18
+# copies numbers, on CPU up to 20 ns for each, which counts for large ones.
+BUNDLE = 2**14
 
 
 def bundles(stacks: Stacks) -> dict[str, list[str]]:
