@@ -103,6 +103,7 @@ def test_the_muon_recipe_moves_as_optax_does():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-3), *updates)
 
 
+@pytest.mark.filterwarnings("ignore:no parameter is preconditioned")
 def test_the_suite_writes_tables_numbers_and_figures(tmp_path, capsys):
     arguments = ["--small", "--rounds", "2", "--groups", "lean", "plain", "muon"]
     command.main([*arguments, "--out", str(tmp_path)])
