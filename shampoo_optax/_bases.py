@@ -52,7 +52,8 @@ def refresh_bases(
       correction: divides the factors.
       ridge: added to the factors.
       basis: the method.
-      least: the |cos| from which on a column counts as an old one.
+      least: the |cos| from which on a column counts as an old one; a
+        :class:`CholeskyBasis` has its own.
       options: the transform's arguments.
       turns: whose turn it is. Default `None`: that of all.
     """

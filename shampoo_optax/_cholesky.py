@@ -27,7 +27,7 @@ def cholesky(matrices: jax.Array) -> jax.Array:
 
 
 def gram_of_lower(lower: jax.Array) -> jax.Array:
-    """LᵀL of a lower triangular L, `[..., d, d]`, right up to its diagonal."""
+    """LᵀL of a lower triangular L, `[..., d, d]`, right on and below its diagonal."""
     side = lower.shape[-1]
     if side <= _LEAF:
         return contract(lower, lower, "...ji,...jk->...ik")

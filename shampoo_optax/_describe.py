@@ -60,7 +60,7 @@ class Part:
         matrix products, and singular value decompositions, 48 m n min(m, n) each) and
         `"entrywise"` at every step, as if all had statistics; `"refresh"` (products and
         checks; one turn of an iteration) and `"decompositions"` (28 d^3 each, 17 d^3 by
-        QR) at a refresh.
+        QR, 3 d^3 by Cholesky and 5 m d^2 a triangular system) at a refresh.
       wire: bytes sent in a step, `{"reduce-scatter": n, "all-gather": n}`, or with
         `specs` also `"all-to-all"`; each is what such exchanges bring to a device from
         all of them, itself included.

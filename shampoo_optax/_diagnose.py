@@ -129,9 +129,9 @@ def diagnose(
     itself:
 
     - `condition`, :math:`\lambda_{max} / \lambda_{min}` of the factors whose roots or
-      bases are in use, up to 1 / machine epsilon (8.4e6 in float32). QR iterations
-      have estimates of the eigenvalues; iterations for roots have none, and estimate
-      the number of the factor with its ridge;
+      bases are in use, up to 1 / machine epsilon (8.4e6 in float32). Bases by
+      iterations have estimates of the eigenvalues; iterations for roots have none, and
+      estimate the number of the factor with its ridge;
     - `residual` of the roots at the last refresh, as their method defines it;
     - `age`: steps since the last refresh without a failure; since step 0 where the
       state was without metrics until now;

@@ -1,5 +1,6 @@
 """Eigenvectors of a stack of factors: decomposed, or followed from the old ones."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -22,7 +23,7 @@ from shampoo_optax._orthogonal import (
     with_last,
 )
 from shampoo_optax._retry import widened
-from shampoo_optax._slotwise import by_platform, each, where_needed
+from shampoo_optax._slotwise import by_platform, where_needed
 from shampoo_optax._stacks import contract, eye_of, per_slot, scale_to_one
 
 
@@ -50,8 +51,8 @@ def eigenbases(
       the eigenvectors `[n, d, d]` in columns; the eigenvalues `[n, d]`, ascending
       unless an :class:`EighBasis` kept the old vectors, whose order then stays, or a
       :class:`CholeskyBasis` followed them, in their places; the residuals `[n]`, 0 for
-      kept vectors, NaN where the matrix is not finite; and how many decompositions
-      there were, int32 `[n]`.
+      what an :class:`EighBasis` kept, NaN where the matrix is not finite; and how many
+      decompositions or iterations there were, int32 `[n]`.
     """
     scaled, scale = scale_to_one(matrices)
     find = {EighBasis: _decomposed, QRBasis: _followed, CholeskyBasis: _succeeded}
@@ -94,6 +95,7 @@ def sure_eigenbases(
       padding: bool `[n, d]`, or `None`.
       max_residual: above it a basis has failed.
     """
+    basis = replace(basis, max_residual=max_residual)
 
     def compute(batch: jax.Array) -> tuple[jax.Array, ...]:
         return eigenbases(batch, previous.astype(batch.dtype), basis, padding)
@@ -260,7 +262,10 @@ def _succeeded(
     basis: CholeskyBasis,
     padding: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Iterations whose columns stay in the places of those that they come from."""
+    """Iterations whose columns stay in the places of those that they come from.
+
+    The identity is no basis yet, unless it is good.
+    """
     iterate = partial(_iterate_cholesky, basis)
 
     def one(slot):
@@ -274,6 +279,7 @@ def _succeeded(
     values, vectors = settle_padding(values, vectors, matrices, padding)
     vectors, residuals = _straightened(vectors, probe_of(values, padding))
     first = jnp.all(previous == eye_of(previous), axis=(1, 2))
+    first &= ~is_diagonal(matrices, basis.tolerance)
     needed = first | ~(residuals <= basis.max_residual)  # NaN too
 
     @jax.jit  # by its name operations that are seldom done are not counted
@@ -286,7 +292,8 @@ def _succeeded(
         return values, vectors, jnp.where(needed, fresh, residuals)
 
     found = values, vectors, residuals
-    return *jax.lax.cond(jnp.any(needed), retry, tuple, found), iterations
+    found = jax.lax.cond(jnp.any(needed), retry, tuple, found)
+    return *found, jnp.where(needed, 1, iterations)
 
 
 def _decomposed_in_place(arrays: tuple[jax.Array, jax.Array]) -> Pair:
@@ -334,7 +341,7 @@ def _iterate_cholesky(
 
     def turn_all(rotated):
         if basis.tolerance == 0:
-            return *each(_turned_once, rotated), jnp.ones(len(rotated), jnp.int32)
+            return *_turned_once(rotated), jnp.ones(len(rotated), jnp.int32)
         still = (diagonals(rotated), jnp.broadcast_to(eye_of(rotated), rotated.shape))
         moving = ~is_diagonal(rotated, basis.tolerance)
         found = where_needed(_turned_once, rotated, moving, still)

@@ -182,21 +182,24 @@ class CholeskyBasis:
     columns of D are the new estimates. This keeps small eigenvalues apart where a
     Cholesky decomposition of :math:`B^2` itself would drown them in rounding, and is
     done in matrix products but for parts of 256 rows. A ridge of 16 times the machine
-    epsilon times the trace lets a factor lack rank.
+    epsilon times the trace lets a factor lack rank; it is part of B but not of the
+    estimates, and eigenvalues below it are not told from each other.
 
-    In ascending order, that of :class:`QRBasis` and the official package, an
-    iteration takes vectors of close eigenvalues away from each other's, so that one at
-    a refresh does not settle.
+    An iteration in descending order brings each vector nearer to its own eigenvector;
+    one whose columns do not descend, as those of :class:`QRBasis` need not, turns
+    vectors away from theirs, so that one at a refresh does not settle.
 
-    The first basis, and what rounding has spoilt, is decomposed as in
-    :class:`EighBasis`.
+    The first basis, one that rounding has spoilt, and one that would be refused is
+    decomposed as in :class:`EighBasis`; its vectors go to the places of the old ones
+    with a |cos| of at least 0.71, the others to the places that are left.
 
     Args:
       max_iterations: an integer >= 1. Default 1.
       tolerance: the t up to which an old basis is kept, as in :class:`EighBasis`, in
         [0, 1]. Default 0.
-      max_residual: a basis is refused where :math:`\|(I - Q Q^\top) v\| > r \|v\|`
-        for a fixed probe v; r > 0. Default 1e-2.
+      max_residual: a basis is decomposed where
+        :math:`\|(I - Q Q^\top) v\| > r \|v\|` for a fixed probe v, and refused
+        where that fails as in :class:`EighBasis`; r > 0. Default 1e-2.
 
     Raises:
       ValueError: if a field has a value other than those above.

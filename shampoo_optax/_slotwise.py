@@ -15,11 +15,6 @@ def by_platform(cpu: Callable, default: Callable, *arrays):
     return jax.lax.platform_dependent(*arrays, cpu=cpu, default=default)
 
 
-def each(function: Callable, matrices: jax.Array) -> tuple[jax.Array, ...]:
-    """Calls a function of a matrix or a stack, on CPU for one slot after another."""
-    return by_platform(lambda x: jax.lax.map(function, x), function, matrices)
-
-
 def where_needed(
     decompose: Callable[..., tuple[jax.Array, ...]],
     matrices: jax.Array | tuple[jax.Array, ...],
@@ -28,14 +23,15 @@ def where_needed(
 ) -> tuple[jax.Array, ...]:
     """Decomposes the matrices that need it, `needed` bool `[n]`.
 
-    Nothing is decomposed where none does; on CPU, only those that do.
+    Nothing is decomposed where none does; on CPU, only those that do, one at a time:
+    a batched decomposition there may wait for its own threads for ever.
     """
 
     def one(arrays):
         matrix, wanted, *rest = arrays
         return jax.lax.cond(wanted, decompose, lambda _: tuple(rest), matrix)
 
-    def one_by_one(*arrays):  # for the reason in `_eigh_one_by_one`
+    def one_by_one(*arrays):
         return jax.lax.map(one, arrays)
 
     def together(matrices, wanted, *rest):

@@ -134,7 +134,7 @@ BUNDLE = 2**14
 
 
 def bundles(stacks: Stacks) -> dict[str, list[str]]:
-    """Which stacks are joined: of one dtype, and no more than fit in a bundle."""
+    """Which stacks are joined: of one dtype, and together no more than a bundle."""
     groups, sizes = {}, {}
     for name, stack in stacks.items():
         keys = (f"{stack.dtype}-{index}" for index in itertools.count())

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import shampoo_optax as so
-from benchmarks import roots, warm_roots
+from benchmarks import roots, warm_bases, warm_roots
 
 
 def test_every_method_is_timed_beside_its_error(tmp_path, capsys):
@@ -47,6 +47,17 @@ def test_the_study_of_warm_starts_is_written(tmp_path, monkeypatch):
     text = (tmp_path / "warm_start.md").read_text()
     rows = [line.split() for line in text.splitlines() if line.startswith("5 ")]
     assert [row[3] for row in rows] == 4 * ["1", "2"]
+
+
+def test_bases_are_timed_beside_their_share_off_the_diagonal(tmp_path, capsys):
+    warm_bases.main(["--sides", "6", "--refreshes", "3", "--out", str(tmp_path)])
+    text = (tmp_path / "warm_bases.md").read_text()
+    assert capsys.readouterr().out.strip() in text
+    rows = [line.split() for line in text.splitlines() if line.startswith("6 ")]
+    assert [row[1] for row in rows] == ["EighBasis", "QRBasis", "CholeskyBasis"]
+    exact, *followed = (float(row[4]) for row in rows)
+    assert exact <= 1e-4 < min(followed) and float(rows[0][2]) > 0
+    assert rows[0][3] == "1.00x"
 
 
 @pytest.mark.parametrize("option", ["--sides", "--batches"])

@@ -11,7 +11,7 @@ from test_eigen import dtypes, off_diagonal, run
 import shampoo_optax as so
 from shampoo_optax import _eigen
 from shampoo_optax._cholesky import cholesky, divide_by_transpose, gram_of_lower
-from shampoo_optax._eigen import eigenbases
+from shampoo_optax._eigen import eigenbases, sure_eigenbases
 from shampoo_optax._orthogonal import align
 
 # Up to a leaf, above it, and with halves that are halved again, one of them odd.
@@ -83,13 +83,15 @@ def drifting(side, steps, power, period=10):
 
 
 def followed(basis, factors):
-    """The share off the diagonal in each basis."""
-    bases = np.eye(len(factors[0]))[None]
-    for factor in factors:
+    """The share off the diagonal in each basis, from the eigenvectors of the first."""
+    bases = np.linalg.eigh(factors[0])[1][None]
+    for factor in factors[1:]:
         new, values, residuals, iterations = map(
             jnp.asarray, run(factor[None], bases, basis, dtype=np.float32)
         )
-        bases = np.asarray(align(jnp.asarray(bases, jnp.float32), new, values, 0.71)[0])
+        if isinstance(basis, so.QRBasis):  # as at a refresh
+            new, _ = align(jnp.asarray(bases, jnp.float32), new, values, 0.71)
+        bases = np.asarray(new)
         rotated = bases[0].astype(float).T @ factor @ bases[0]
         assert residuals <= 1e-5 and iterations == 1
         yield off_diagonal(rotated)
@@ -97,7 +99,7 @@ def followed(basis, factors):
 
 @pytest.mark.parametrize("power", [1.0, 2.0])
 def test_one_iteration_at_a_refresh_settles_in_descending_order_alone(power):
-    factors = list(drifting(48, 15, power))
+    factors = list(drifting(48, 16, power))
     descending = list(followed(so.CholeskyBasis(), factors))[5:]
     ascending = list(followed(so.QRBasis(1, 0.0), factors))[5:]
     assert np.max(descending) <= 0.08
@@ -122,12 +124,35 @@ def test_what_has_no_old_basis_or_no_cholesky_decomposition_is_decomposed(monkey
     rng = np.random.default_rng(0)
     near, _ = np.linalg.qr(np.eye(6) + 0.1 * rng.standard_normal((6, 6)))
     good, indefinite = positive(6, 1)[0], np.diag([1.0, 1, 1, 1, 1, -1])
-    matrices = np.stack([good, good, indefinite, np.zeros((6, 6))])
-    old = np.stack([np.eye(6), near, near, near])
+    zero, diagonal = np.zeros((6, 6)), np.diag(np.arange(1, 7.0))
+    matrices = np.stack([good, good, indefinite, zero, zero, diagonal])
+    old = np.stack([np.eye(6), near, near, near, np.eye(6), np.eye(6)])
     bases, *_ = follow_marked(monkeypatch, matrices, old)
     decomposed = [np.all(basis == -1) for basis in bases]
-    assert decomposed == [True, False, True, False]
-    np.testing.assert_allclose(bases[3], old[3], rtol=0, atol=5e-7)
+    assert decomposed == [True, False, True, False, False, False]
+    np.testing.assert_allclose(bases[3:], old[3:], rtol=0, atol=5e-7)
+
+
+def test_turns_of_what_is_decomposed_are_one():
+    good, indefinite = positive(6, 1)[0], np.diag([1.0, 1, 1, 1, 1, -1])
+    turned, _ = np.linalg.qr(np.random.default_rng(1).standard_normal((6, 6)))
+    arrays = np.stack([good, indefinite, good]), np.stack([np.eye(6), turned, turned])
+    *_, iterations = run(*arrays, so.CholeskyBasis(3), dtype=np.float32)
+    np.testing.assert_array_equal(iterations, [1, 1, 3])
+
+
+def test_what_the_smaller_threshold_would_refuse_is_decomposed():
+    """A basis that is off by more than a root allows, and less than it does itself."""
+    matrix = positive(6, 1).astype(np.float32)
+    rng = np.random.default_rng(2)
+    vectors, _ = np.linalg.qr(np.eye(6) + 1e-3 * rng.standard_normal((6, 6)))
+    bent = (vectors * (1 + 4e-6)).astype(np.float32)[None]
+    residuals = {}
+    for limit in (1e-2, 2e-6):
+        arrays = jnp.asarray(matrix), jnp.asarray(bent), so.CholeskyBasis(), None
+        vectors, values, residuals[limit], _ = sure_eigenbases(*arrays, limit)
+    assert 2e-6 < residuals[1e-2] < 1.2e-5  # not straightened
+    assert residuals[2e-6] < 2e-6
 
 
 @pytest.mark.parametrize("rank", [1, 5, 40])
