@@ -22,8 +22,9 @@ from tqdm import tqdm
 
 import shampoo_optax as so
 from benchmarks.cli import Parser, make_folder, positive_int
-from benchmarks.timing import timed
+from benchmarks.timing import Step, timed
 from shampoo_optax._eigen import eigenbases
+from shampoo_optax._eigen_methods import Basis
 from shampoo_optax._orthogonal import align
 from shampoo_optax._tables import aligned
 
@@ -67,14 +68,13 @@ def follow(side: int, refreshes: int) -> list[list[str]]:
     factors = drifting(side)
     start = np.linalg.eigh(next(factors))[1]
     held = [jnp.asarray(start, jnp.float32)[None] for _ in BASES]
-    refreshes_of = [jax.jit(refresh(basis)) for basis in BASES]
+    steps = [stepper(basis, held, row) for row, basis in enumerate(BASES)]
     seconds, shares = np.zeros((2, len(BASES), 1 + refreshes))
     for turn in tqdm(range(1 + refreshes), f"side {side}", unit="refresh"):
         factor = next(factors)
         matrices = jnp.asarray(factor, jnp.float32)[None]
-        for row, old in enumerate(held):
-            seconds[row, turn] = timed(refreshes_of[row])((matrices, old))
-            held[row] = refreshes_of[row]((matrices, old))
+        for row, step in enumerate(steps):
+            seconds[row, turn] = step(matrices)
             shares[row, turn] = share_off_diagonal(factor, np.asarray(held[row][0]))
     times = np.median(seconds[:, 1:], axis=1)
     return [
@@ -89,17 +89,21 @@ def follow(side: int, refreshes: int) -> list[list[str]]:
     ]
 
 
-def refresh(basis: so.EighBasis | so.QRBasis | so.CholeskyBasis):
-    """Returns the function from factors and old bases to new ones."""
+def stepper(basis: Basis, held: list[jax.Array], row: int) -> Step:
+    """Returns a timed refresh from factors, which replaces a row of the held bases."""
 
-    def new(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
-        matrices, old = pair
+    @jax.jit
+    def refresh(matrices: jax.Array, old: jax.Array) -> jax.Array:
         vectors, values, *_ = eigenbases(matrices, old, basis)
         if isinstance(basis, so.CholeskyBasis):  # which keeps places
             return vectors
         return align(old, vectors, values, LEAST)[0]
 
-    return new
+    def take(matrices: jax.Array) -> jax.Array:
+        held[row] = refresh(matrices, held[row])
+        return held[row]
+
+    return timed(take)
 
 
 def drifting(side: int) -> Iterator[np.ndarray]:

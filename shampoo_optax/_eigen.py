@@ -196,7 +196,8 @@ def _iterate_untested(
     """
 
     def estimates(vectors: jax.Array, products: jax.Array) -> jax.Array:
-        return jnp.sum(vectors * products, axis=1)
+        # XLA on CPU takes 50 times as long for a sum of the products along columns.
+        return contract(vectors, products, "nij,nij->nj")
 
     def advance(_, carry):
         vectors, products, iterations = carry

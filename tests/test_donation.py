@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import shampoo_optax as so
+from shampoo_optax._stacks import BUNDLE, bundles
 
 SHAPES = {"w": (48, 40), "b": (56,), "v": (144, 120)}  # the last in no bundle
 METHODS = {
@@ -67,6 +68,14 @@ def test_all_of_the_state_is_updated_in_place(name):
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert program.memory_analysis().alias_size_in_bytes >= held
     assert not copied(program.as_text(), state)
+
+
+def test_small_stacks_alone_are_joined():
+    sizes = dict(a=BUNDLE // 2, large=BUNDLE + 1, b=BUNDLE // 2, c=1)
+    stacks = {name: jnp.zeros(size) for name, size in sizes.items()}
+    assert list(bundles(stacks).values()) == [["a", "b"], ["large"], ["c"]]
+    shapes = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+    assert ["v"] in bundles(shapes).values()
 
 
 def test_blocks_are_cut_and_pasted_by_slices():
